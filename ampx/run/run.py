@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ampx.session import Amp
 
 
+_NAMED: Final = 5  # so many optimizers get a name each by hand
 _BY_ITSELF: Final = ("the script has it by hand: its own calls decide",)
 
 
@@ -106,6 +107,8 @@ class Run:
         lines: The lines of code that do the same by hand, or none. Set it where those of `explain` do not fit.
         noun: What users of the framework call an optimizer, for those lines.
         backward: What stands in the body of `scale_loss` by hand.
+        trainer: The lines of code that give a trainer of another library its part, in place of those that wrap
+            optimizers and scale losses, which have no place there.
         float32: The step under way is to compute in float32, whatever the regions of the script say.
         effective: What was in effect, where no session says it or another dtype computed; else the session's counts.
     """
@@ -122,6 +125,7 @@ class Run:
     lines: tuple[str, ...] | None = None
     noun: str = "optimizer"
     backward: str = "scaled.backward()"
+    trainer: tuple[str, ...] = ()
     float32: bool = False
     effective: Effective | None = None
     _followed: list[Following] = field(default_factory=list)
@@ -339,6 +343,8 @@ class Run:
             chosen = {"dtype": dtype or "float32", "level": settings.level}
             chosen |= {name: list(entries) for name in ("allow", "deny") if (entries := getattr(settings, name))}
             chosen |= {} if settings.loss_scale is None else {"loss_scale": settings.loss_scale}
+        if self.trainer:
+            chosen["process_wide"] = False  # the trainer's own regions cast
         arguments = "".join(f", {name}={value!r}" for name, value in {**chosen, **options}.items())
         return f"amp = ampx.init({self.framework!r}{arguments})"
 
@@ -361,6 +367,8 @@ class Run:
         Args:
             *between: What stands before the line that scales the loss.
         """
+        if self.trainer:
+            return self.trainer
         records = list(self.recorder.optimizers.values())
         # Keras's `compile` makes one that a training step of the script's own never uses.
         trained = [record for record in records if record.steps] or records
@@ -370,13 +378,19 @@ class Run:
         if count < 2:
             scale = f"with ampx.scale_loss(loss, {self.noun}) as scaled: {self.backward}"
             return (f"{self.noun} = ampx.wrap_optimizer({self.noun})", *between, scale)
+        origins = [f"{kind} of {PurePath(place).name}" if place else kind for group in groups for kind, place in group]
+        if count > _NAMED and count == len(groups):  # each has a loss scale of its own
+            every, shown = f"{self.noun}s", f"{count}, such as {', '.join(origins[:2])}"
+            wrapped = f"[ampx.wrap_optimizer({self.noun}) for {self.noun} in {every}]"
+            scale = f"with ampx.scale_loss(loss, {every}) as scaled: {self.backward}"
+            return (f"{every} = {wrapped}  # {shown}", *between, f"{scale}  # of these, those that the loss trains")
         names = [f"{self.noun}_{number}" for number in range(1, count + 1)]
         wraps, waiting = [], iter(names)
         for group in groups:
             listed = ", ".join(next(waiting) for _ in group)
             passed = listed if len(group) == 1 else f"[{listed}]"  # one loss scale for all
-            origin = ", ".join(f"{kind} of {PurePath(place).name}" if place else kind for kind, place in group)
-            wraps.append(f"{listed} = ampx.wrap_optimizer({passed})  # {origin}")
+            origin, origins = origins[: len(group)], origins[len(group) :]
+            wraps.append(f"{listed} = ampx.wrap_optimizer({passed})  # {', '.join(origin)}")
         scale = f"with ampx.scale_loss(loss, [{', '.join(names)}]) as scaled: {self.backward}"
         return (*wraps, *between, f"{scale}  # of these, those that the loss trains")
 

@@ -3,6 +3,8 @@
 The oracle is arithmetic: a parameter's gradient is what the batch says, loss scales are powers of two.
 """
 
+import importlib
+
 import lightning
 import pytest
 import torch
@@ -327,3 +329,55 @@ def test_what_fabric_returns_stands_for_an_optimizer_that_was_wrapped_before(amp
         optimizer.zero_grad()
     assert model.w.item() == -RATE
     assert optimizer.last_step.scale == 512.0
+
+
+TWINS = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+@pytest.mark.parametrize("package", TWINS)
+def test_either_package_of_lightning_trains_by_the_plugins_for_it_and_is_told_of_the_others(package, amp, tmp_path):
+    ours = importlib.import_module(f"ampx_torch.trainers.{package}")
+    trainers, fabrics = importlib.import_module(package), importlib.import_module(TWINS[package])
+
+    class Module(trainers.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch, index):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
+            return (self.w * batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([self.w], lr=RATE)
+
+    options = {"accelerator": "cpu", "devices": 1}
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+
+    def trainer(plugin):
+        return trainers.Trainer(
+            **options, **quiet, plugins=[plugin], max_epochs=1, gradient_clip_val=1.0, default_root_dir=tmp_path
+        )
+
+    model, plugin = Module(), ours.AmpxPrecision(amp)
+    trainer(plugin).fit(model, batches(INF, 4.0))
+    assert model.w.item() == -RATE  # clipped from 4, where a Trainer does that for modules of its own package only
+    assert plugin.scaler.get_scale() == 512.0
+
+    weight = torch.nn.Parameter(torch.zeros(()))
+    plugin = ours.AmpxFabricPrecision(amp)
+    fabric = fabrics.Fabric(**options, plugins=[plugin])
+    optimizer = fabric.setup_optimizers(torch.optim.SGD([weight], lr=RATE))
+    plugin.manage(optimizer)
+    fabric.backward(weight * 4.0)
+    optimizer.step()
+    assert weight.item() == -4 * RATE
+
+    (other,) = TWINS.keys() - {package}
+    theirs = importlib.import_module(f"ampx_torch.trainers.{other}")
+    for make in (
+        lambda: trainer(theirs.AmpxPrecision(amp)),
+        lambda: fabrics.Fabric(**options, plugins=[theirs.AmpxFabricPrecision(amp)]),
+    ):
+        with pytest.raises(Exception, match=rf"ampx_torch\.trainers\.{package} has the one for \w"):
+            make()

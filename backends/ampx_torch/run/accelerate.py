@@ -1,7 +1,7 @@
 """A script's own `Accelerator` with `mixed_precision="fp16"` on a CPU, which Accelerate passes over in silence.
 
 Native defect: it then computes in float32, scales nothing and says nothing; so does a Trainer with `fp16=True`. With
-`--replace-native` it gets what it has on a GPU: regions that cast, and a GradScaler.
+`--replace-native` it gets what it has on a GPU: regions that cast, and a GradScaler. Without, the report says so.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ _MODULE: Final = "accelerate"
 @contextmanager
 def accelerators_carried_out(manager: TorchManager) -> Iterator[None]:
     """Patch `Accelerator.__init__` once the script has imported Accelerate."""
-    if not manager.run.settings.replace_native:
-        yield
-        return
     with ExitStack() as patches:
 
         def patch(_: str) -> None:
@@ -46,9 +43,16 @@ def _carried_out(manager: TorchManager, true: Any) -> Any:
 
         true(self, *args, **kwargs)
         ours = self.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU) and not manager.stood_down
-        if ours and self.mixed_precision == "fp16" and self.device.type == "cpu" and self.scaler is None:
+        if not (ours and self.mixed_precision == "fp16" and self.device.type == "cpu" and self.scaler is None):
+            return
+        if manager.run.settings.replace_native:
             self.native_amp = True
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
             self.scaler = get_grad_scaler(self.distributed_type, **options)
+        else:
+            manager.run.recorder.note(
+                "The script asks Accelerate, or a Trainer, for fp16, which computes in float32 on a CPU and does not "
+                "say so. What is cast here is cast by this run; --replace-native carries the fp16 out."
+            )
 
     return make

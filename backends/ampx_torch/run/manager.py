@@ -23,6 +23,7 @@ from ampx_torch.step import AmpOptimizer
 from .modules import ModuleRules
 from .native import Native
 from .operations import TorchSampler
+from .trainers import trainer_lines
 
 WIDE: Final = "_ampx_unscaled_gradient"  # on a tensor in low precision that is no leaf: what it shows as `.grad`
 gradient_of: Final[Callable[[torch.Tensor], torch.Tensor | None]] = torch._C.TensorBase.grad.__get__
@@ -211,6 +212,8 @@ class TorchManager(Manager[TorchManaged]):
     def wrap(self, managed: TorchManaged, **options: Any) -> None:
         """Make the wrapper of an optimizer; where the script scales, it does not."""
         super().wrap(managed, loss_scale=1.0 if self.native.scales else None)
+        self.run.trainer = self.run.trainer or trainer_lines(self.run.session().effective.dtype)
+        self.native.explain()
 
     def find(self, raw: torch.optim.Optimizer) -> TorchManaged | None:
         """Return what is managed of an optimizer of the script, with its wrapper; None where nothing is."""

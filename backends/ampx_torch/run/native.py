@@ -94,6 +94,12 @@ class Native:
             device = "cpu"
         if not self.follows:
             chosen = self._run.session().effective.dtype
+            asked = _name(dtype)
+            if asked not in (None, chosen):
+                self._run.recorder.note(
+                    f"The script's own regions ask for {asked}; they computed in {chosen or 'float32'}, as the options "
+                    f"of this run say."
+                )
             return device, dtype if chosen is None else DTYPES[chosen], chosen is not None
         if absent:
             preferred = devices.describe("cpu").preferred
@@ -130,7 +136,11 @@ class Native:
         self._run.lines = (
             f"amp = ampx.init('torch', dtype={amp.effective.dtype!r}, process_wide=False{scale})",
             *self._run.optimizer_lines("with amp.autocast(): loss = …  # where torch.autocast is"),
-            *(("optimizer.step()  # for scaler.unscale_, scaler.step and scaler.update",) if self.config else ()),
+            *(
+                ("optimizer.step()  # for scaler.unscale_, scaler.step and scaler.update",)
+                if self.config and not self._run.trainer
+                else ()
+            ),
         )
 
 
