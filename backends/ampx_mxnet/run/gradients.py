@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any, Final
 from unittest import mock
 
-from ampx.run import asked_by_script, is_of_script
+from ampx.run import asked_by_script, is_script_function
 from ampx_mxnet.calls import in_backward
 from ampx_mxnet.casting import modules, switch
 from ampx_mxnet.compat import mx
@@ -104,7 +104,7 @@ def _calling(manager: TrainerManager) -> Callable[..., Any]:
     native = mx.autograd.Function.__call__
 
     def call(self: Any, *inputs: Any) -> Any:
-        if mx.autograd.is_recording() and is_of_script(type(self).backward):
+        if mx.autograd.is_recording() and is_script_function(type(self).backward):
             manager.waits = True
             function = weakref.ref(self)  # in a circle, it would keep its arrays for long
             self.backward = lambda *gradients: _on_true_gradients(manager, type(self).backward, function(), gradients)
@@ -146,7 +146,7 @@ def _registering(manager: TrainerManager) -> Callable[..., Any]:
         def registered(kind: Any) -> Any:
             def create(self: Any, *args: Any, **kwargs: Any) -> Any:
                 operator = kind.create_operator(self, *args, **kwargs)
-                if is_of_script(type(operator).backward):
+                if is_script_function(type(operator).backward):
                     manager.waits = True
                     operator.backward = functools.partial(_run_operator, manager, weakref.ref(operator))
                 return operator
