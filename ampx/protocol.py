@@ -402,7 +402,7 @@ class Member:
         self._result: StepResult | tuple[Any, ...] | None = None
         # The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
         self.held: list[Any] = []
-        # What says whether backward was called on the scaled losses; asked for until it was.
+        # What says whether backward was called on the scaled losses; asked for until it was, or a step found gradients.
         self.sees_backward = False
         self.backwards: list[Callable[[], bool | None]] = []
         # The body that runs. It stays when zero_grad clears the gradients inside it: the stage is "idle" then.
@@ -529,7 +529,8 @@ class Member:
                 f"block yields; dividing them by the loss scale would shrink the update. Call opt.zero_grad(), and "
                 f"write {written}."
             )
-        self.backwards = []
+        # Gradients that neither loss was asked for are made in another way, as in every step from here on.
+        self.sees_backward, self.backwards = True, []
 
     def _check_interrupted(self, call: str) -> None:
         if self.stage == "interrupted":

@@ -40,7 +40,18 @@ _NOTHING: Final = nullcontext()
 # What `_attach` makes anew, and what a scheduler hangs on an optimizer.
 _NOT_COPIED: Final = frozenset(
     [
-        *("gradients", "mixer", "leftovers", "checked", "revealed", "_norm", "_clipped", "_entered", "_entering"),
+        *(
+            "gradients",
+            "mixer",
+            "leftovers",
+            "checked",
+            "revealed",
+            "_norm",
+            "_clips",
+            "_clipped",
+            "_entered",
+            "_entering",
+        ),
         *(
             "_thread",
             "_incomplete",
@@ -103,6 +114,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.checked: dict[int, Any] = {}
         self.revealed = False
         self._norm: Any = None
+        self._clips = self._max_norm is not None or self._max_value is not None
         self._clipped = False  # as `wrap_optimizer` was asked to
         # How many `scale_loss` bodies began; the scale, and the thread, of the last one.
         self._entered, self._entering, self._thread = 0, cast("Any", 1.0), cast("int | None", None)
@@ -174,7 +186,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if overflow is True:
             self.skip()
         else:
-            if folded is None:
+            if folded is None and self._clips:
                 self.clip()
             self.apply(overflow, folded)
             if sample is not None:
@@ -285,7 +297,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def clip(self) -> None:
         """Clip the true gradients as `wrap_optimizer` was asked to; once, should the step be tried again."""
-        if not self._clipped and (self._max_norm is not None or self._max_value is not None):
+        if self._clips and not self._clipped:
             self._clip(self._max_norm, self._max_value)
             self._clipped = True
 
@@ -336,11 +348,10 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             clip(self.gradients.parameters(), max_norm, max_value)
             return loss
 
-        clips = max_norm is not None or max_value is not None
         if closure is not None:
-            loss: Any = optimizer.step(clipped if clips else closure)
+            loss: Any = optimizer.step(clipped if self._clips else closure)
         else:
-            if clips:
+            if self._clips:
                 clipped()
             loss = optimizer.step()
         self.ampx_member.note_result(UNCHECKED)

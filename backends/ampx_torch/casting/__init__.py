@@ -144,7 +144,8 @@ class Off:
         if self._switched is not None:
             if self._switched is _thread.switched:
                 switch(self._device, True)
-                forget_weights()
+                if torch.is_autocast_cache_enabled():  # as `forget_weights`, without a call
+                    torch.clear_autocast_cache()
             self._switched = None
             self.__class__ = Off
 
