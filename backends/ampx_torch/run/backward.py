@@ -19,7 +19,7 @@ from ampx_torch.reach import bring_together, leaves_of
 from ampx_torch.trees import LOW
 
 from .gradients import unscaled
-from .manager import WIDE, TorchManaged, TorchManager, gradient_of
+from .manager import WIDE, Owners, TorchManaged, TorchManager, gradient_of
 from .native import OWN
 
 _THROUGH: Final = ("torch._tensor", "torch.autograd")
@@ -124,6 +124,8 @@ def _backward_scaled(
     if manager.sampler.counts:
         _refuse_by_hand(manager, leaves)
     reached = owners.reached(leaves)
+    if None in reached and _flattened(leaves, owners):
+        reached = owners.reached(leaves)
     if None in reached and manager.employ(leaves):
         optimizers = manager.all()
         owners.sort(optimizers)
@@ -163,6 +165,20 @@ def _added_to(losses: list[torch.Tensor], inputs: Any) -> tuple[dict[int, torch.
     wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
     wanted = [tensor if isinstance(tensor, torch.Tensor) else getattr(tensor[0], "variable", None) for tensor in wanted]
     return {id(tensor): tensor for tensor in wanted if tensor is not None}, False
+
+
+def _flattened(leaves: dict[int, torch.Tensor], owners: Owners) -> bool:
+    """Put the parameters of the script for those that FSDP has flattened; return whether there are any.
+
+    With `use_orig_params=True` the optimizer holds views of those to which backward adds.
+    """
+    flat = [leaf for key, leaf in leaves.items() if owners.of(key) is None and getattr(leaf, "_is_flat_param", False)]
+    originals = {id(parameter): parameter for leaf in flat for parameter in vars(leaf).get("_params") or ()}
+    if originals:
+        for leaf in flat:
+            del leaves[id(leaf)]
+        leaves.update(originals)
+    return bool(originals)
 
 
 def _refuse_graph(manager: TorchManager, options: dict[str, Any]) -> None:

@@ -350,6 +350,8 @@ def _once_imported(name: str, patch: Callable[[Any], None]) -> Iterator[None]:
 
 def _from_torch(hook: object) -> bool:
     """Return whether a hook is none of the script's: torch's, or that of a watch, which sees what was computed."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampx_torch")
 
 
