@@ -289,7 +289,9 @@ def _run(
     manager: TorchManager, true: Any, scaled: Any, options: dict[str, Any], leaves: dict[int, torch.Tensor]
 ) -> None:
     """Run a scaled backward; unscale at once what no optimizer holds, and what is retained."""
-    others = [leaf for key, leaf in leaves.items() if manager.owners.of(key) is None and key not in manager.arriving]
+    owners, others = manager.owners, []
+    if None in owners.reached(leaves):
+        others = [leaf for key, leaf in leaves.items() if owners.of(key) is None and key not in manager.arriving]
     if manager.retained:
         alive = {key: tensor for key, reference in manager.retained.items() if (tensor := reference()) is not None}
         manager.retained = {key: manager.retained[key] for key in alive}

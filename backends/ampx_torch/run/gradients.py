@@ -98,7 +98,7 @@ def _retained(manager: TorchManager) -> Iterator[None]:
 
     def retain_grad(self: torch.Tensor) -> None:
         native(self)
-        if not self.is_leaf and not manager.stood_down:
+        if not self.is_leaf and (manager.run.amp is None or manager.scales):
             manager.retained[id(self)] = weakref.ref(self)
 
     with mock.patch.object(torch.Tensor, "retain_grad", retain_grad):
