@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -296,7 +297,7 @@ def _run(
         alive = {key: tensor for key, reference in manager.retained.items() if (tensor := reference()) is not None}
         manager.retained = {key: manager.retained[key] for key in alive}
         others += [tensor for key, tensor in alive.items() if key not in leaves]
-    aside = [(tensor, tensor.grad, vars(tensor).get(WIDE)) for tensor in others]
+    aside = [(tensor, _gradient_of(tensor), vars(tensor).get(WIDE)) for tensor in others]
     for tensor in others:
         tensor.grad = None
     adding, manager.adding = manager.adding, {*manager.adding, *leaves, *map(id, others)}
@@ -307,12 +308,23 @@ def _run(
     finally:
         manager.adding = adding
         for tensor, before, wide in aside:
-            after = gradient_of(tensor) if completed else None
-            _set_unscaled(tensor, before, wide, None if after is None else unscaled(after, manager.factor))
+            added = _gradient_of(tensor) if completed else None
+            _set_unscaled(tensor, before, wide, added, manager.factor)
 
 
-def _set_unscaled(tensor: torch.Tensor, before: Any, wide: Any, after: Any) -> None:
-    """Set what a tensor shows as `.grad`: what it was before, and what backward added."""
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a tensor that may be no leaf, without torch's warning that it need not have one."""
+    if tensor.is_leaf or tensor.retains_grad:
+        return gradient_of(tensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return gradient_of(tensor)
+
+
+def _set_unscaled(tensor: torch.Tensor, before: Any, wide: Any, added: torch.Tensor | None, factor: Any) -> None:
+    """Set what a tensor shows as `.grad`: what it was before, and what backward added, multiplied by a factor."""
+    dtype = tensor.dtype if added is None else added.dtype
+    after = None if added is None else unscaled(added, factor)
     if after is None:
         after = wide
     elif tensor.is_leaf and before is not None:
@@ -323,8 +335,8 @@ def _set_unscaled(tensor: torch.Tensor, before: Any, wide: Any, after: Any) -> N
     if after is None:
         tensor.grad = before
         return
-    tensor.grad = after.to(tensor.dtype)
-    if after.dtype is not tensor.dtype and not tensor.is_leaf:
+    tensor.grad = after.to(dtype)
+    if after.dtype is not dtype and not tensor.is_leaf:
         vars(tensor)[WIDE] = after
 
 
