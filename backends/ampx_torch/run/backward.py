@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -19,7 +20,7 @@ from ampx_torch.reach import bring_together, leaves_of
 from ampx_torch.trees import LOW
 
 from .gradients import unscaled
-from .manager import WIDE, TorchManaged, TorchManager, gradient_of
+from .manager import WIDE, Owners, TorchManaged, TorchManager, gradient_of
 from .native import OWN
 
 _THROUGH: Final = ("torch._tensor", "torch.autograd")
@@ -124,6 +125,8 @@ def _backward_scaled(
     if manager.sampler.counts:
         _refuse_by_hand(manager, leaves)
     reached = owners.reached(leaves)
+    if None in reached and _flattened(leaves, owners):
+        reached = owners.reached(leaves)
     if None in reached and manager.employ(leaves):
         optimizers = manager.all()
         owners.sort(optimizers)
@@ -163,6 +166,20 @@ def _added_to(losses: list[torch.Tensor], inputs: Any) -> tuple[dict[int, torch.
     wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
     wanted = [tensor if isinstance(tensor, torch.Tensor) else getattr(tensor[0], "variable", None) for tensor in wanted]
     return {id(tensor): tensor for tensor in wanted if tensor is not None}, False
+
+
+def _flattened(leaves: dict[int, torch.Tensor], owners: Owners) -> bool:
+    """Put the parameters of the script for those that FSDP has flattened; return whether there are any.
+
+    With `use_orig_params=True` the optimizer holds views of those to which backward adds.
+    """
+    flat = [leaf for key, leaf in leaves.items() if owners.of(key) is None and getattr(leaf, "_is_flat_param", False)]
+    originals = {id(parameter): parameter for leaf in flat for parameter in vars(leaf).get("_params") or ()}
+    if originals:
+        for leaf in flat:
+            del leaves[id(leaf)]
+        leaves.update(originals)
+    return bool(originals)
 
 
 def _refuse_graph(manager: TorchManager, options: dict[str, Any]) -> None:
@@ -273,12 +290,14 @@ def _run(
     manager: TorchManager, true: Any, scaled: Any, options: dict[str, Any], leaves: dict[int, torch.Tensor]
 ) -> None:
     """Run a scaled backward; unscale at once what no optimizer holds, and what is retained."""
-    others = [leaf for key, leaf in leaves.items() if manager.owners.of(key) is None and key not in manager.arriving]
+    owners, others = manager.owners, []
+    if None in owners.reached(leaves):
+        others = [leaf for key, leaf in leaves.items() if owners.of(key) is None and key not in manager.arriving]
     if manager.retained:
         alive = {key: tensor for key, reference in manager.retained.items() if (tensor := reference()) is not None}
         manager.retained = {key: manager.retained[key] for key in alive}
         others += [tensor for key, tensor in alive.items() if key not in leaves]
-    aside = [(tensor, tensor.grad, vars(tensor).get(WIDE)) for tensor in others]
+    aside = [(tensor, _gradient_of(tensor), vars(tensor).get(WIDE)) for tensor in others]
     for tensor in others:
         tensor.grad = None
     adding, manager.adding = manager.adding, {*manager.adding, *leaves, *map(id, others)}
@@ -289,12 +308,23 @@ def _run(
     finally:
         manager.adding = adding
         for tensor, before, wide in aside:
-            after = gradient_of(tensor) if completed else None
-            _set_unscaled(tensor, before, wide, None if after is None else unscaled(after, manager.factor))
+            added = _gradient_of(tensor) if completed else None
+            _set_unscaled(tensor, before, wide, added, manager.factor)
 
 
-def _set_unscaled(tensor: torch.Tensor, before: Any, wide: Any, after: Any) -> None:
-    """Set what a tensor shows as `.grad`: what it was before, and what backward added."""
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a tensor that may be no leaf, without torch's warning that it need not have one."""
+    if tensor.is_leaf or tensor.retains_grad:
+        return gradient_of(tensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return gradient_of(tensor)
+
+
+def _set_unscaled(tensor: torch.Tensor, before: Any, wide: Any, added: torch.Tensor | None, factor: Any) -> None:
+    """Set what a tensor shows as `.grad`: what it was before, and what backward added, multiplied by a factor."""
+    dtype = tensor.dtype if added is None else added.dtype
+    after = None if added is None else unscaled(added, factor)
     if after is None:
         after = wide
     elif tensor.is_leaf and before is not None:
@@ -305,8 +335,8 @@ def _set_unscaled(tensor: torch.Tensor, before: Any, wide: Any, after: Any) -> N
     if after is None:
         tensor.grad = before
         return
-    tensor.grad = after.to(tensor.dtype)
-    if after.dtype is not tensor.dtype and not tensor.is_leaf:
+    tensor.grad = after.to(dtype)
+    if after.dtype is not dtype and not tensor.is_leaf:
         vars(tensor)[WIDE] = after
 
 

@@ -98,7 +98,7 @@ def _retained(manager: TorchManager) -> Iterator[None]:
 
     def retain_grad(self: torch.Tensor) -> None:
         native(self)
-        if not self.is_leaf and not manager.stood_down:
+        if not self.is_leaf and (manager.run.amp is None or manager.scales):
             manager.retained[id(self)] = weakref.ref(self)
 
     with mock.patch.object(torch.Tensor, "retain_grad", retain_grad):
@@ -350,6 +350,8 @@ def _once_imported(name: str, patch: Callable[[Any], None]) -> Iterator[None]:
 
 def _from_torch(hook: object) -> bool:
     """Return whether a hook is none of the script's: torch's, or that of a watch, which sees what was computed."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampx_torch")
 
 
