@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import ampx
@@ -120,11 +121,13 @@ def wrap(
         copies = None if state.masters is None else masters.followed(state.masters, params)
         if level == "O3" and params is not None:
             _check_prepared(params)
-        grads, counts = unscale(updates, last.scale, widen=copies is not None)
-        true, finite = grads, all_finite(counts)
+        grads, finite = unscale(updates, last.scale, widen=copies is not None)
+        true = grads
         for axis in axes:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis) > 0
         norm = state.grad_norm
+        # Counted where the step is skipped: that costs other steps nothing. Of clipped gradients it would keep both.
+        counts = count_nonfinite(true) if clips else None
         if clips:
             grads, measured = clip(grads, max_grad_norm, max_grad_value)
             norm = norm if measured is None else measured
@@ -141,9 +144,10 @@ def wrap(
             return updates, (after, jnp.zeros_like(last.nonfinite))
 
         def skip() -> Any:
+            nonfinite = count_nonfinite(true) if counts is None else counts
             # A part of the gradients may be left out, of which the names are not known.
-            same = len(counts) == last.nonfinite.shape[-1]
-            nonfinite = jnp.stack(counts) if same else jnp.zeros_like(last.nonfinite)
+            if len(nonfinite) != last.nonfinite.shape[-1]:
+                nonfinite = jnp.zeros_like(last.nonfinite)
             for axis in axes:
                 nonfinite = jax.lax.pmax(nonfinite, axis)
             return state.inner, nonfinite
@@ -202,36 +206,59 @@ def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
-def unscale(grads: Any, scale: Any, widen: bool = False) -> tuple[Any, list[Any]]:
-    """Divide floating gradients by the scale, in float32 or wider; return them, and how many elements are not finite.
+def unscale(grads: Any, scale: Any, widen: bool = False) -> tuple[Any, Any]:
+    """Divide floating gradients by the scale, in float32 or wider; return them, and whether all are finite.
 
     With `widen` they stay as wide as that, else they get their own dtypes again.
     """
 
     def divide(leaf: Any) -> Any:
         if not _is_inexact(leaf):
-            counts.append(jnp.int32(0))
             return leaf
         dtype = jnp.result_type(leaf)
         true = leaf.astype(jnp.promote_types(dtype, jnp.float32)) / scale
-        counts.append(_count_nonfinite(true))
+        finite.append(_is_finite(true))
         return true if widen else true.astype(dtype)
 
-    counts: list[Any] = []
-    return jax.tree.map(divide, grads), counts
+    finite: list[Any] = []
+    return jax.tree.map(divide, grads), functools.reduce(jnp.logical_and, finite, jnp.array(True))
 
 
-def all_finite(counts: list[Any]) -> Any:
+def all_finite(grads: Any) -> Any:
     """Return whether no gradient has an element that is not finite."""
-    return sum(counts, jnp.int32(0)) == 0
+    return unscale(grads, jnp.float32(1.0))[1]
+
+
+def _is_finite(leaf: Any) -> Any:
+    """Return whether all elements are finite: whether the bits of the largest of either sign are those of a number.
+
+    Two numbers at once, since XLA makes one loop of that, which reads the gradient and divides it. A single sum or
+    maximum it cuts up on CPUs, into up to five loops with arrays in between.
+    """
+    if jnp.iscomplexobj(leaf):
+        return _is_finite(leaf.real) & _is_finite(leaf.imag)
+    signed, unsigned = (np.int64, np.uint64) if leaf.dtype.itemsize == 8 else (np.int32, np.uint32)
+    limits = [np.asarray(sign * np.inf, leaf.dtype).view(kind)[()] for sign, kind in ((1, signed), (-1, unsigned))]
+    # As signed integers all negative numbers are less than the positive ones, and as unsigned ones greater.
+    largest = jax.lax.reduce(
+        tuple(jax.lax.bitcast_convert_type(leaf, kind) for kind in (signed, unsigned)),
+        (signed(np.iinfo(signed).min), unsigned(0)),
+        lambda numbers, others: tuple(map(jnp.maximum, numbers, others)),
+        tuple(range(leaf.ndim)),
+    )
+    return (largest[0] < limits[0]) & (largest[1] < limits[1])
+
+
+def count_nonfinite(grads: Any) -> Any:
+    """Return how many elements of each gradient are not finite: int32, one number a gradient."""
+    return jnp.stack([_count_nonfinite(leaf) for leaf in jax.tree.leaves(grads)])
 
 
 def _count_nonfinite(leaf: Any) -> Any:
-    """Return how many elements are not finite, of one row at most 2**24.
-
-    XLA adds floats up while it reads the gradient. On CPUs it would first write what it reduces of truth values and
-    integers to memory, which takes twice as long.
-    """
+    """Return how many elements are not finite, of one row at most 2**24."""
+    if not _is_inexact(leaf):
+        return jnp.int32(0)
+    leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     rows = jnp.sum((~jnp.isfinite(leaf)).astype(jnp.float32), axis=-1 if jnp.ndim(leaf) else None)
     return jnp.sum(rows.astype(jnp.int32))
 

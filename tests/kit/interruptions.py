@@ -60,7 +60,7 @@ def interrupted_everywhere(
             act(subject)
         except BaseException as raised:
             # JAX raises an error of its own because of one that comes while it compares static values.
-            interrupted = isinstance(raised, error) or isinstance(raised.__cause__, error)
+            interrupted = any(isinstance(each, error) for each in _causes(raised))
             if interruption.place is None or not interrupted:
                 raise
         finally:
@@ -68,6 +68,13 @@ def interrupted_everywhere(
         if interruption.place is None:
             return
         yield subject, interruption.place
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised because of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _folder(package: str) -> str:

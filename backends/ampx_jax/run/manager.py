@@ -655,7 +655,7 @@ def _updating(this: Automation, native: Callable[..., Any], kind: str) -> Callab
                 this.report(jnp.array(True), this.stepped)
                 return this.applied(params, native(updates, state, params, **extra))
             this.refuse_own_scaling()
-            finite = optimizer.all_finite(optimizer.unscale(updates, jnp.float32(1.0))[1])
+            finite = optimizer.all_finite(updates)
             finite = varying.agreed(finite.astype(jnp.int32), jax.lax.pmin) > 0
             this.report(finite, this.stepped)
             returned = optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), lambda: state)
