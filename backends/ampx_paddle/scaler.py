@@ -214,4 +214,5 @@ class GradScaler(paddle.amp.GradScaler):
         if not groups[0].enabled:
             return
         ((config, states),) = parse_state(ampx.import_state(state_dict))
-        groups[0].load(config, states)
+        # Paddle's state has no first scale: a loaded one takes its place, as in Paddle's own scaler.
+        groups[0].load(replace(config, init_scale=states[0].scale), states)

@@ -196,3 +196,22 @@ def test_copies_of_a_scaler_go_their_own_way_and_pickles_name_what_to_save(amp, 
     state = pickle.loads(pickle.dumps(twin.state_dict()))
     scaler.load_state_dict(state)
     assert scaler._scale.item() == 4.0
+
+
+def test_the_first_scale_is_the_loaded_one_as_paddle_tells_it(amp, weights, native):
+    state = {"scale": np.array([14.0], np.float32), "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 5}
+    state |= {"decr_every_n_nan_or_inf": 1, "incr_count": 0, "decr_count": 0, "use_dynamic_loss_scaling": True}
+    load = f"""
+from numpy import array, float32
+from unittest import mock
+with mock.patch("paddle.amp.grad_scaler.AmpScaler.__init__", lambda self, *args, **kwargs: None):
+    scaler = paddle.amp.GradScaler()
+scaler._enable = True
+scaler.load_state_dict({state!r})
+print(float(scaler.get_init_loss_scaling()))
+"""
+    code, printed, errors = native(load)
+    assert code == 0, errors
+    scaler = GradScaler(ampx.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=[weights(1.0)])))
+    scaler.load_state_dict(state)
+    assert scaler.get_init_loss_scaling() == float(printed.splitlines()[-1]) == 14.0

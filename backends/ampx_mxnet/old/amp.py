@@ -175,12 +175,12 @@ def _wrapped(trainer: Any, call: str) -> AmpTrainer:
     return trainer
 
 
-# -- conversion: see `ampx_mxnet.convert`; None for a dtype is what the device prefers ------------------------------
+# -- conversion: see `ampx_mxnet.convert`; float16 by default as in MXNet, None for what the device prefers ---------
 
 
 def convert_symbol(
     sym: Any,
-    target_dtype: object = None,
+    target_dtype: object = "float16",
     target_dtype_ops: Sequence[str] | None = None,
     fp32_ops: Sequence[str] | None = None,
     conditional_fp32_ops: Sequence[Condition] | None = None,
@@ -203,7 +203,7 @@ def convert_model(
     sym: Any,
     arg_params: dict[str, Any],
     aux_params: dict[str, Any],
-    target_dtype: object = None,
+    target_dtype: object = "float16",
     target_dtype_ops: Sequence[str] | None = None,
     fp32_ops: Sequence[str] | None = None,
     conditional_fp32_ops: Sequence[Condition] | None = None,
@@ -224,7 +224,7 @@ def convert_model(
 
 def convert_hybrid_block(
     block: Any,
-    target_dtype: object = None,
+    target_dtype: object = "float16",
     target_dtype_ops: Sequence[str] | None = None,
     fp32_ops: Sequence[str] | None = None,
     conditional_fp32_ops: Sequence[Condition] | None = None,

@@ -35,7 +35,8 @@ def convert_model(
         symbol: The float32 network.
         arg_params: Its float32 parameters by name, any shapes.
         aux_params: Its auxiliary states by name.
-        dtype: The compute dtype; None for the one that the parameters' device prefers.
+        dtype: The compute dtype, which this machine need not compute; None for the one that the parameters' device
+            prefers.
         allow: Operators, or their names, to compute in `dtype` beyond MXNet's own list.
         deny: Operators, or their names, to compute in float32.
         exclude: Names of nodes (layers) of the symbol to leave in float32.
@@ -45,7 +46,7 @@ def convert_model(
         Symbol, parameters and auxiliary states.
 
     Raises:
-        UnsupportedDtypeError: The device cannot compute in the dtype.
+        UnsupportedDtypeError: It is float32; or None, and the device computes in no low precision.
         UnsupportedOpError: An entry of `allow` or `deny` is unknown, or stands in both.
         InvalidOptionError: An entry of `exclude` is no node of the symbol, or a parameter is not float32.
     """
@@ -123,15 +124,20 @@ def _context(arrays: Sequence[mx.nd.NDArray]) -> mx.Context:
 
 
 def _choose_dtype(asked: str | None, arrays: Sequence[mx.nd.NDArray]) -> Dtype:
+    """Return what was asked for, which this machine need not compute: models are converted for others, too."""
+    if asked is not None:
+        if (dtype := normalise_dtype(asked)) == "float32":
+            raise UnsupportedDtypeError(
+                "dtype='float32' was asked for, which the model has; accepted: float16, bfloat16. Pass one of these."
+            )
+        return dtype
     device = devices.describe(_context(arrays).device_type)
-    can = device.native | device.emulated
-    chosen = device.preferred if asked is None else normalise_dtype(asked)
-    if chosen is None or chosen not in can:
+    if device.preferred is None:
         raise UnsupportedDtypeError(
-            f"dtype={asked!r} is not computed by MXNet on {device.name!r}: {device.reason}; accepted: "
-            f"{', '.join(sorted(can)) or 'none'}. Pass one of these, or leave the model in float32."
+            f"no dtype was asked for, and MXNet computes none but float32 on {device.name!r}: {device.reason}; "
+            f"accepted: float16, bfloat16, for another device. Pass one of these, or leave the model in float32."
         )
-    return chosen
+    return device.preferred
 
 
 def _check_float32(parameters: Mapping[str, mx.nd.NDArray]) -> None:
