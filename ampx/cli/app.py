@@ -325,6 +325,7 @@ def tune(
     is_module: Annotated[bool, _MODULE] = False,
 ) -> None:
     """Find which modules of an unedited script stay in float32, by runs of it, and write a policy file."""
+    from ampx.backend import MODULE
     from ampx.numerics import tune_script
     from ampx.numerics.report import exclusion_lines
     from ampx.run import RunSettings
@@ -362,7 +363,10 @@ def tune(
         with _written("--out", out):
             policy.write(out)
         if not as_json:
-            typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
+            by_hand = f"amp = ampx.init(policy={str(out)!r})"
+            if any(choice.entry.startswith(MODULE) for choice in policy.deny):
+                by_hand += " and model = amp.prepare(model) before wrap_optimizer"
+            typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or by {by_hand}.")
     _write_report(report, result, as_json)
 
 

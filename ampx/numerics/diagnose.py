@@ -362,15 +362,20 @@ _DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "add", "add
 _QUOTIENTS: Final = frozenset({"div", "divide", "truedivide", "realdiv", "rdiv"})
 _POWERS: Final = frozenset({"pow", "power", "rpower", "powx"})
 _SMALLER: Final = "x = x - x.max()  # before exp, as softmax and logsumexp do; softplus(x) for log(1 + exp(x))\n# or:\n"
-_INIT: Final = "amp = ampx.init(dtype={dtype!r}, deny=[{entry!r}])"
+_DENY: Final = (
+    "amp = ampx.init(dtype={dtype!r}, deny=[{entry!r}])  # keep it in float32\n"
+    "model = amp.prepare(model)  # {which}, before wrap_optimizer"
+)
 
 
 def _advice(kind: Kind, place: Reading | None, dtype: str, float32_fails: bool = False) -> str:
     """Return what to do, as code; float32 is no way out where it fails, too."""
     form = FORMATS[dtype]
-    entry = f"{MODULE}{place.module}" if place is not None and place.module else ""
+    # Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
+    kind_of_model, colon, name = (place.module if place is not None else "").rpartition(":")
+    entry = f"{MODULE}{name}" if name else ""
     deny = (
-        f"{_INIT.format(dtype=dtype, entry=entry)}  # keep it in float32"
+        _DENY.format(dtype=dtype, entry=entry, which=f"the {kind_of_model}" if colon else "which has that module")
         if entry
         else "with ampx.autocast(enabled=False):  # around the lines that compute this, from inputs in float32\n    ..."
     )

@@ -357,7 +357,7 @@ class Run:
         named = any(str(entry).startswith("module:") for entry in (*self.settings.allow, *self.settings.deny))
         return (
             self.init_call(),
-            *(("ampx.prepare(model)  # the model whose modules are named",) if named else ()),
+            *(("model = ampx.prepare(model)  # the model whose modules are named",) if named else ()),
             *self.optimizer_lines(),
         )
 

@@ -350,7 +350,10 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
     )
     diagnosis = refused("RuntimeError: no", exact, "bfloat16", 1.0, exact.readings[:2], "train.py:3")
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("error", "index_add")
-    assert diagnosis.advice == "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # keep it in float32"
+    assert diagnosis.advice.splitlines() == [
+        "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # keep it in float32",
+        "model = amp.prepare(model)  # which has that module, before wrap_optimizer",
+    ]
     assert "  raises: forward pass, module 'block', operation index_add" in str(diagnosis)
 
 
