@@ -7,6 +7,7 @@ The script is not ours to edit: torch is patched, and every patch ends with the 
 - `gradients`: `torch.Tensor.grad` and hooks on gradients, so that the script sees true gradients only;
 - `modules`: `torch.nn.Module.__call__`, where `allow` or `deny` name modules;
 - `native` and `scaler`: `torch.autocast` and `GradScaler`, which are refused, or carried out by ampx;
+- `operations`: `torch.compile`, where a function is to be compiled whole;
 - `accelerate`: `Accelerator.__init__`, whose fp16 on a CPU is carried out;
 - `old_names`: `import apex`, which ampx provides where it is missing.
 """
@@ -25,6 +26,7 @@ from .manager import TorchManager, optimizers_managed
 from .modules import modules_ruled
 from .native import autocast_watched
 from .old_names import old_names
+from .operations import whole_graphs_uncounted
 from .scaler import scaler_watched
 
 
@@ -34,7 +36,7 @@ def automate(run: Run) -> Iterator[None]:
     run.refuse_preparation()
     patches = (
         *(optimizers_managed, backward_scaled, gradients_true, modules_ruled),
-        *(autocast_watched, scaler_watched, accelerators_carried_out),
+        *(autocast_watched, scaler_watched, accelerators_carried_out, whole_graphs_uncounted),
     )
     with TorchManager(run).region(old_names, *(patches if run.settings.automates else ())):
         yield
