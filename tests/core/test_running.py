@@ -130,6 +130,26 @@ def test_lines_by_hand_wrap_every_optimizer(toy):
     )
 
 
+def test_lines_by_hand_of_many_optimizers_are_of_a_list(toy):
+    run = Run("toy", RunSettings("float16"))
+    run.session()
+    for line in range(35):
+        run.recorder.add_optimizer("Adam", 8.0, place=f"/there/gan.py:{line}")
+    first = "optimizers = [ampx.wrap_optimizer(optimizer) for optimizer in optimizers]"
+    assert run.explain()[1:] == (
+        f"{first}  # 35, such as Adam of gan.py:0, Adam of gan.py:1",
+        "with ampx.scale_loss(loss, optimizers) as scaled: scaled.backward()  # of these, those that the loss trains",
+    )
+
+
+def test_lines_by_hand_are_those_for_a_trainer_where_one_trains(toy):
+    run = Run("toy", RunSettings("float16", loss_scale=8.0), trainer=("attach(trainer, amp)",))
+    run.session()
+    run.recorder.add_optimizer("Adam", 8.0)
+    call = "amp = ampx.init('toy', dtype='float16', level='O1', loss_scale=8.0, process_wide=False)"
+    assert run.explain() == (call, "attach(trainer, amp)")
+
+
 def test_lines_by_hand_leave_out_optimizers_that_never_stepped(toy):
     run = Run("toy", RunSettings("float16"))
     run.session()

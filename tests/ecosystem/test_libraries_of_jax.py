@@ -8,6 +8,7 @@ pytest.importorskip("diffrax", reason="Diffrax, and with it the other libraries,
 
 class TestLibraries(EveryCommand):
     framework = "jax"
+    exact = False  # XLA fuses a program otherwise that a step of ampx is part of
     scripts = (
         "diffrax_neural_ode",
         "equinox_module",

@@ -816,6 +816,35 @@ def test_operations_are_counted_by_the_dtype_they_ran_in():
     assert set(run.recorder.seconds) == {"forward", "backward", "step"}
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_model_that_must_be_compiled_whole_is_compiled(early):
+    """torch compiles nothing while a mode counts operations, and raises where the function must be whole."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def loop():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        fast = torch.compile(model, backend=backend, fullgraph=True) if early else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        fast = fast or torch.compile(model, backend=backend, fullgraph=True)
+        for factor in (1.0, 0.5, 0.25):
+            fast(torch.full((2, 4), factor)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.tolist()
+
+    plain = loop()
+    run = run_of(level="O0")
+    with automated(run):
+        assert loop() == plain
+    assert len(compiled) == 2
+    assert run.recorder.steps == 3
+
+
 @pytest.mark.parametrize("backward_inside", [True, False])
 def test_a_compiled_step_trains_uncompiled_and_that_is_said(backward_inside):
     """torch puts back, behind a compiled function, the dispatch keys of the mode that counts operations."""

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
+import ampx
 from ampx.plugins import default_registry
 from ampx.run import Run, RunSettings
 from processes import run_python
@@ -160,6 +161,62 @@ def test_the_second_optimizers_gradients_keep_the_scale_that_divides_them(automa
     with default_registry().load("torch").automate(run):
         assert loop() == [(0.0, -0.25), (-0.25, -0.5)]
     assert [optimizer.skipped for optimizer in run.recorder.optimizers.values()] == [[1], []]
+
+
+# Where the lines that a run prints go in each script, and what else they say.
+BY_HAND = {
+    "with_accelerate": ("    model = torch.nn.Sequential", ()),
+    "with_lightning": ("    trainer = lightning.Trainer(", (("precision=NAMES[precision],", "plugins=precision,"),)),
+    "with_fabric": ("    fabric = Fabric(", (("precision=NAMES[precision])", "plugins=precision)"),)),
+    "with_trainer": ("        trainer.train()", ()),
+}
+
+
+@LOW
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("script", BY_HAND)
+def test_the_lines_by_hand_of_a_trainer_do_in_the_script_what_the_run_did(script, low, replaces):
+    result, run = automated(script, low if replaces else "float32", dtype=low, replace_native=replaces)
+    call, *lines = run.explain()
+    assert call.startswith(f"amp = ampx.init('torch', dtype={low!r}")
+    assert "process_wide=False" in call
+    assert not any("wrap_optimizer" in line for line in lines)
+    place, changes = BY_HAND[script]
+    source = (SCRIPTS / f"{script}.py").read_text()
+    late = [line for line in lines if ".manage(" in line]  # it says where
+    early = ["import ampx", call.replace(")", ", device='cpu')"), *(line for line in lines if line not in late)]
+    indent = place[: len(place) - len(place.lstrip())]
+    source = source.replace(place, "".join(f"{indent}{line}\n" for line in early) + place, 1)
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    for line in late:
+        setup = "    model, optimizer = fabric.setup(model, optimizer)\n"
+        source = source.replace(setup, f"{setup}    {line}\n")
+    names = {"__name__": "by_hand"}
+    exec(compile(source, script, "exec"), names)
+    try:
+        by_hand = names["main"](low)
+    finally:
+        ampx.shutdown()
+    assert by_hand["dtypes"] == result["dtypes"] == [f"torch.{low}"]
+    if script != "with_fabric":  # Fabric rounds inputs of a script for bfloat16 itself, and ampx's plugin does not
+        assert by_hand["losses"] == pytest.approx(result["losses"], rel=2**-4, nan_ok=True)
+
+
+def test_fp16_that_accelerate_passes_over_is_mentioned():
+    _, run = automated("with_accelerate", "float16", dtype="bfloat16")
+    assert any("fp16, which computes in float32 on a CPU" in note for note in run.recorder.notes)
+    _, run = automated("with_trainer", "float16", dtype="bfloat16")
+    assert any("fp16, which computes in float32 on a CPU" in note for note in run.recorder.notes)
+
+
+def test_a_dtype_that_is_replaced_is_mentioned():
+    _, run = automated("with_trainer", "float16", dtype="bfloat16", replace_native=True)
+    (note,) = [note for note in run.recorder.notes if "ask for float16" in note]
+    assert "computed in bfloat16" in note
+    _, run = automated("with_trainer", "bfloat16", dtype="bfloat16", replace_native=True)
+    assert not [note for note in run.recorder.notes if "ask for" in note]
 
 
 @pytest.mark.parametrize("script", [*LOOPS, "with_trainer"])

@@ -7,6 +7,7 @@ The script is not ours to edit: torch is patched, and every patch ends with the 
 - `gradients`: `torch.Tensor.grad`, hooks and backwards of the script's own, so that it sees unscaled gradients only;
 - `modules`: `torch.nn.Module.__call__`, where `allow` or `deny` name modules;
 - `native` and `scaler`: `torch.autocast` and `GradScaler`, which are refused, or carried out by ampx;
+- `operations`: `torch.compile`, where a function is to be compiled whole;
 - `accelerate`: `Accelerator.__init__`, whose fp16 on a CPU is carried out;
 - `mistakes`: functions that clip gradients, and steps of optimizers that nobody wrapped, in a run that is looked at;
 - `old_names`: `import apex`, which ampx provides where it is missing.
@@ -27,6 +28,7 @@ from .mistakes import mistakes_named
 from .modules import modules_ruled
 from .native import autocast_watched
 from .old_names import old_names
+from .operations import whole_graphs_uncounted
 from .scaler import scaler_watched
 
 
@@ -37,6 +39,7 @@ def automate(run: Run) -> Iterator[None]:
     patches = (
         *(optimizers_managed, backward_scaled, gradients_unscaled, modules_ruled),
         *(autocast_watched, scaler_watched, accelerators_carried_out, mistakes_named),
+        whole_graphs_uncounted,
     )
     with TorchManager(run).region(old_names, *(patches if run.settings.automates else ())):
         yield

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ampx.run import Recorder, Sampler
+
+if TYPE_CHECKING:
+    from .manager import TorchManager
 
 # They move or make memory and compute nothing.
 _IDLE: Final = frozenset(
@@ -45,11 +50,12 @@ class TorchSampler(Sampler):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
         self._mode: _Counter | None = None
+        self._gone = False  # for good
         self.counts = False  # operations are being counted
 
     def start(self) -> None:
         """Count from now on, in this thread; nothing where it counts already."""
-        if self._mode is None:
+        if self._mode is None and not self._gone:
             self._mode = _Counter(self.recorder)
             self._mode.__enter__()
             self.counts = True
@@ -62,6 +68,11 @@ class TorchSampler(Sampler):
             yield
         finally:
             self.pause(False)
+
+    def leave(self) -> None:
+        """Count nothing any more."""
+        self._gone = True
+        self.stop()
 
     def pause(self, paused: bool) -> None:
         """Leave out what the optimizers do."""
@@ -88,6 +99,24 @@ class TorchSampler(Sampler):
             "The script compiles a function that steps the optimizer: it runs uncompiled. Compile the model, or the "
             "function that computes the loss."
         )
+
+
+@contextmanager
+def whole_graphs_uncounted(manager: TorchManager) -> Iterator[None]:
+    """Patch `torch.compile`: where a function is to be compiled whole, counting ends.
+
+    While a mode is there torch compiles nothing: it runs the function as it is, or raises with `fullgraph=True`.
+    """
+    compile_natively = torch.compile
+
+    @functools.wraps(compile_natively)
+    def compile_(model: Any = None, *, fullgraph: bool = False, **options: Any) -> Any:
+        if fullgraph:
+            manager.sampler.leave()
+        return compile_natively(model, fullgraph=fullgraph, **options)
+
+    with mock.patch.object(torch, "compile", compile_):
+        yield
 
 
 def _inside_compiled_function() -> bool:

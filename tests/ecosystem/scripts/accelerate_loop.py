@@ -12,7 +12,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.La
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 inputs = torch.randn(32, 8)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), 4)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.mean(1, keepdim=True)), 4)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 losses = []
 for batch, target in loader:

@@ -11,7 +11,7 @@ optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.001)
 losses = []
 for _ in range(4):
     inputs = torch.randn(16, 64)
-    loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+    loss = torch.nn.functional.mse_loss(model(inputs), inputs.mean(1, keepdim=True))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -16,7 +16,7 @@ state = optimizer.init(equinox.filter(model, equinox.is_inexact_array))
 def step(model, state, inputs):
     @equinox.filter_value_and_grad
     def loss_of(model):
-        return jnp.mean((jax.vmap(model)(inputs) - inputs.sum(1, keepdims=True)) ** 2)
+        return jnp.mean((jax.vmap(model)(inputs) - inputs.mean(1, keepdims=True)) ** 2)
 
     loss, gradients = loss_of(model)
     updates, state = optimizer.update(gradients, state, equinox.filter(model, equinox.is_inexact_array))

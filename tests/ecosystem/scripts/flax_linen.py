@@ -24,7 +24,7 @@ state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(0.
 @jax.jit
 def step(state, inputs):
     def loss_of(params):
-        return jnp.mean((state.apply_fn({"params": params}, inputs) - inputs.sum(1, keepdims=True)) ** 2)
+        return jnp.mean((state.apply_fn({"params": params}, inputs) - inputs.mean(1, keepdims=True)) ** 2)
 
     loss, gradients = jax.value_and_grad(loss_of)(state.params)
     return state.apply_gradients(grads=gradients), loss

@@ -24,7 +24,7 @@ optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
 @nnx.jit
 def step(model, optimizer, inputs):
     def loss_of(model):
-        return jnp.mean((model(inputs) - inputs.sum(1, keepdims=True)) ** 2)
+        return jnp.mean((model(inputs) - inputs.mean(1, keepdims=True)) ** 2)
 
     loss, gradients = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, gradients)

@@ -26,7 +26,7 @@ class Model(lightning.LightningModule):
 lightning.seed_everything(0)
 model = Model()
 inputs = torch.randn(32, 8)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), 4)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.mean(1, keepdim=True)), 4)
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=1,

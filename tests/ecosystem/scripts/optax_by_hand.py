@@ -17,7 +17,7 @@ state = optimizer.init(params)
 def step(params, state, inputs):
     def loss_of(params):
         hidden = jax.nn.gelu(inputs @ params["in"])
-        return jnp.mean((hidden @ params["out"] - inputs.sum(1, keepdims=True)) ** 2)
+        return jnp.mean((hidden @ params["out"] - inputs.mean(1, keepdims=True)) ** 2)
 
     loss, gradients = jax.value_and_grad(loss_of)(params)
     updates, state = optimizer.update(gradients, state, params)
