@@ -119,8 +119,8 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
     Paddle looks for devices when it is imported, and other parts of a run want none.
     """
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "found.json")  # what it prints, Paddle's C++ mixes with its own
-        subprocess.run([sys.executable, "-c", _CHILD, str(found)], cwd=Path(__file__).parent, check=True)
-        counts, rows = json.loads(found.read_text())
+        named_by_tools = Path(folder, "named.json")  # what it prints, Paddle's C++ mixes with its own
+        subprocess.run([sys.executable, "-c", _CHILD, str(named_by_tools)], cwd=Path(__file__).parent, check=True)
+        counts, rows = json.loads(named_by_tools.read_text())
     advance()
     return [*costs("paddle", counts, TOOLS, _timed, 8 if quick else 24, advance), *rows]

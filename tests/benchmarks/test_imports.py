@@ -56,23 +56,23 @@ def normal(name):
 
 def brought(requirements):
     """Return the installed distributions that requirements bring, and the required ones that are not installed."""
-    found, lacking, waiting = set(), set(), list(requirements)
+    installed, lacking, waiting = set(), set(), list(requirements)
     while waiting:
         requirement = waiting.pop()
         key = (normal(requirement.name), frozenset(requirement.extras))
-        if key in found:
+        if key in installed:
             continue
         try:
             lines = importlib.metadata.requires(requirement.name) or ()
         except importlib.metadata.PackageNotFoundError:
             lacking.add(key[0])
             continue
-        found.add(key)
+        installed.add(key)
         for each in map(Requirement, lines):
             asked = ("", *requirement.extras)
             if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in asked):
                 waiting.append(each)
-    return {name for name, _ in found}, lacking
+    return {name for name, _ in installed}, lacking
 
 
 @pytest.mark.parametrize("framework", HERE)

@@ -118,7 +118,8 @@ def test_the_wheel_holds_nothing_for_maintainers_only(built):
     assert {folder.removeprefix("ampx/") for folder in folders if folder.startswith("ampx/")} == PARTS
     assert not {part for folder in folders for part in folder.split("/")} & {"tests", "benchmarks", "docs"}
     kinds = {Path(name).suffix for name in names if not name.endswith("py.typed")}
-    assert kinds == {".py", ".pyi", ".txt"}
+    assert kinds == {".py", ".pyi", ".txt", ".json"}
+    assert [name for name in names if name.endswith(".json")] == ["ampx/tested_versions.json"]
     testing = {Path(name).stem for name in names if name.startswith("ampx/testing/") and name.count("/") == 2}
     assert not testing & {path.stem for path in (ROOT / "tests" / "kit").glob("*.py")}
 

@@ -134,7 +134,7 @@ def ranges(root: Path) -> dict[str, dict[str, VersionRange]]:
 def _ranges(root: Path, framework: str) -> dict[str, VersionRange]:
     lowest, always = lowest_pins(root, framework), pins(root, framework)
     newest = record_of(root, framework, NEWEST)
-    found = {}
+    tested = {}
     for name in asked_for(root, framework):
         if name not in lowest or name not in always:
             continue
@@ -142,8 +142,8 @@ def _ranges(root: Path, framework: str) -> dict[str, VersionRange]:
         if newest is not None and release(newest.versions[name]) > release(highest):
             # What fails at the versions of every change is not the fault of a release.
             highest, fails = (highest, newest.versions[name]) if newest.failed else (newest.versions[name], None)
-        found[name] = VersionRange(lowest[name], highest, fails)
-    return found
+        tested[name] = VersionRange(lowest[name], highest, fails)
+    return tested
 
 
 def to_json(tested: dict[str, dict[str, VersionRange]]) -> str:
