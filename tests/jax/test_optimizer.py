@@ -19,6 +19,7 @@ import ampx_jax
 from ampx.plugins import Registration, default_registry
 from ampx.session import sessions
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE, Oracle
+from ampx_jax import optimizer
 from ampx_jax.state import find_all
 
 START = np.array([1.0, -2.0, 0.5], np.float32)
@@ -658,3 +659,21 @@ def test_parameters_in_float64_which_nothing_casts_are_told_of(session):
     tx = ampx.wrap_optimizer(optax.sgd(0.5))
     with jax.enable_x64(True), pytest.warns(ampx.PrecisionWarning, match="1 of 2 parameters are float64"):
         tx.init({"a": jnp.ones(2, jnp.float64), "b": jnp.ones(2, jnp.float32)})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+def test_one_element_that_is_not_finite_is_found_wherever_it_is(dtype):
+    """The oracle is NumPy's `isfinite`; the largest numbers of either sign, and subnormal ones, are finite."""
+    with jax.enable_x64(True):
+        kind = jnp.dtype(dtype)
+        real = jnp.dtype("float32" if dtype == "complex64" else "float64" if dtype == "complex128" else dtype)
+        limits = jnp.finfo(real)
+        plain = np.array([[0.0, -0.0, limits.max, limits.min, limits.smallest_subnormal, -1.0]] * 7).astype(kind)
+        look = jax.jit(lambda leaf: (optimizer.all_finite([leaf, leaf[:0]]), optimizer.count_nonfinite([leaf])))
+        assert [np.asarray(found).tolist() for found in look(plain)] == [True, [0]]
+        for bad in (np.inf, -np.inf, np.nan, -np.nan):
+            for place in ((0, 0), (3, 2), (6, 5)):
+                spoiled = plain.copy()
+                spoiled[place] = 1j * bad if kind.kind == "c" else bad
+                assert not np.isfinite(spoiled.astype(np.complex128)).all()
+                assert [np.asarray(found).tolist() for found in look(spoiled)] == [False, [1]]

@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
 Subject = TypeVar("Subject")
+_COMPARED: Final = "Exception raised while checking equality of metadata fields"
 _ENTERS: Final = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
 
 
@@ -59,8 +60,9 @@ def interrupted_everywhere(
         try:
             act(subject)
         except BaseException as raised:
-            # JAX raises an error of its own because of one that comes while it compares static values.
-            interrupted = any(isinstance(each, error) for each in _causes(raised))
+            # JAX raises an error of its own because of one that comes while it compares static values; from 0.12 on it
+            # does not keep the other as the cause.
+            interrupted = any(isinstance(each, error) for each in _causes(raised)) or _COMPARED in str(raised)
             if interruption.place is None or not interrupted:
                 raise
         finally:
