@@ -14,6 +14,7 @@ from typing import Any
 import ampx
 from ampx.backend import Backend
 from ampx.plugins import default_registry
+from ampx.policy import OptLevel
 
 
 def run(question: str, arguments: list[Any]) -> None:
@@ -136,7 +137,8 @@ def _devices(backend: Backend) -> tuple[list[dict[str, Any]], dict[str, str]]:
 def _init(name: str, backend: Backend) -> dict[str, Any]:
     """Return what `init` chooses at its default level; where a backend does not declare that, at the next it does."""
     declared = backend.capabilities.levels
-    level = next((level for level in ("O1", "O2", "O3", "O0") if level in declared), "O1")
+    levels: tuple[OptLevel, ...] = ("O1", "O2", "O3", "O0")
+    level = next((level for level in levels if level in declared), levels[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)  # the reason says the same
         with ampx.init(framework=name, level=level) as amp:

@@ -59,7 +59,7 @@ def lend(module: nn.Module, handles: Sequence[RemovableHandle]) -> Callable[[], 
 
 def _reduce(table: OrderedDict[Any, Any]) -> Any:
     """Return what a copy or a pickle of a dictionary is made of: of a table with lent hooks, all but these."""
-    reduced = table.__reduce__() if _Lent.native is None else _Lent.native(table)
+    reduced: Any = table.__reduce__() if _Lent.native is None else _Lent.native(table)
     entry = _Lent.tables.get(id(table))
     if entry is None:
         return reduced
