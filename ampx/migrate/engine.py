@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ampx.syntax.program import Modules, Program
+from ampx.syntax.program import Modules, Program, import_graph
 from ampx.syntax.source import Source
 
 from . import apex_amp, fluid_amp, imports, mxnet_amp, paddle_amp, tensorflow_amp, torch_amp
@@ -272,7 +272,10 @@ def rewrite(files: Sequence[tuple[Path, bytes]], around: Surroundings | None = N
     try:
         texts = _rewrite(program, reports)
     except NeedsHumanError as error:
-        _block(reports, program.source(error.node).path, error.finding, around.foreign)
+        culprit = program.source(error.node).path
+        graph = import_graph(named, around.modules)
+        leaf = not any(culprit in imported for path, imported in graph.items() if path != culprit)
+        _block(reports, culprit, error.finding, around.foreign, leaf)
         return list(reports.values())
     except Exception as error:  # a program that the analysis cannot cope with must not keep the others from theirs
         what = f"it cannot be analysed: {type(error).__name__}: {error}"
@@ -333,8 +336,17 @@ def _changed(program: Program, edits: Edits, roots: Mapping[str, bool]) -> bytes
         raise NeedsHumanError(edits.first, what, "Rewrite it by hand.") from error
 
 
-def _block(reports: Mapping[Path, FileReport], culprit: Path, finding: Finding, foreign: Iterable[Path] = ()) -> None:
-    """Leave all files of a program as they are, because of one place in one of them."""
+def _block(
+    reports: Mapping[Path, FileReport],
+    culprit: Path,
+    finding: Finding,
+    foreign: Iterable[Path] = (),
+    leaf: bool = False,
+) -> None:
+    """Leave all files of a program as they are, because of one place in one of them; no other imports a leaf."""
+    advice = "See to that first; then both can be migrated."
+    if leaf:  # a test, say
+        advice = f"See to that first; or migrate the others without {culprit.name}, which none of them imports."
     what = f"it is left as it is, with the program of {culprit}: line {finding.line} there is for a human"
     others = []
     for path, report in reports.items():
@@ -344,7 +356,7 @@ def _block(reports: Mapping[Path, FileReport], culprit: Path, finding: Finding, 
             report.findings = [finding]
         elif report.status != "error" and _is_part(report):
             report.status = "blocked"
-            report.findings = [Finding(1, "note", what, "See to that first; then both can be migrated.")]
+            report.findings = [Finding(1, "note", what, advice)]
             others.append(report)
     if culprit in foreign or culprit not in reports:  # nobody would see its report
         what = f"it belongs to a program with {culprit}, where in line {finding.line} {finding.what}"

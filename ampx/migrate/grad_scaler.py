@@ -309,6 +309,15 @@ class ScalerRewriter:
     # -- what needs to know all of it ----------------------------------------------------------------
 
     def _finish(self, scaler: Scaler) -> None:
+        if not scaler.steps and scaler.backward:
+            first = min(scaler.backward, key=self._program.order)
+            holder = self._program.code(first.func).removesuffix(".scale")
+            raise self._block(
+                first,
+                f"the loss is scaled here, and there is no `{holder}.step`: `optimizer.step()` applies scaled "
+                f"gradients, and those that overflowed",
+                f"Write `{holder}.step(optimizer)` in its place, and migrate again.",
+            )
         if not scaler.steps:
             raise self._block(scaler.call, "no optimizer is stepped through this scaler here", BY_HAND)
         # By file: the order of files means nothing, and nothing below compares places of two files.

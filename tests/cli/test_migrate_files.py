@@ -95,6 +95,19 @@ def test_exit_code_is_1_where_a_human_is_needed_and_the_line_is_named(folder, am
     assert (folder / "train.py").read_text(encoding="utf-8") == MIGRATED
 
 
+def test_files_that_a_test_holds_up_are_told_how_to_go_on_without_it(tmp_path, ampx_command):
+    (tmp_path / "lib.py").write_text(
+        "def train(scaler, optimizer, loss):\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+    )
+    make = "import torch\nfrom lib import train\nopt = torch.optim.SGD(ps, lr=0.1)\nscaler = torch.amp.GradScaler()\n"
+    (tmp_path / "test_lib.py").write_text(f"{make}train(scaler, opt, loss)\nhelper(scaler)\n")
+    text = ampx_command("migrate", ".", code=1).stdout
+    assert "test_lib.py:6: todo: " in text
+    (note,) = [line for line in text.splitlines() if line.startswith("lib.py:1: note: ")]
+    assert note.endswith("or migrate the others without test_lib.py, which none of them imports.")
+
+
 def test_check_ends_with_1_where_a_file_would_change(folder, ampx_command):
     ampx_command("migrate", "--check", str(folder), code=1)
     ampx_command("migrate", "--check", str(folder / "other.py"))

@@ -533,6 +533,12 @@ scaler.update()
             "`scaler.get_scale()` asks for the scale between `step` and `update`; ampx moves it in `step`",
         ),
         (HEAD, 3, "no optimizer is stepped through this scaler here"),
+        (
+            HEAD + LOOP.replace("scaler.step(optimizer)", "clip_grad_norm_(parameters, 1.0)\noptimizer.step()"),
+            4,
+            "the loss is scaled here, and there is no `scaler.step`: `optimizer.step()` applies scaled gradients, and "
+            "those that overflowed",
+        ),
         (HEAD + LOOP.replace("\nscaler.step", "; scaler.step"), 4, "`scaler.scale(loss).backward()` shares its line"),
         (
             HEAD + LOOP + "other = torch.amp.GradScaler()\nother.step(optimizer)\n",
