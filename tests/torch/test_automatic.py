@@ -827,10 +827,13 @@ def test_a_model_that_must_be_compiled_whole_is_compiled(early):
 
     def loop():
         torch.manual_seed(0)
+        torch._dynamo.reset()
         model = torch.nn.Linear(4, 1)
-        fast = torch.compile(model, backend=backend, fullgraph=True) if early else None
+        if early:
+            fast = torch.compile(model, backend=backend, fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-        fast = fast or torch.compile(model, backend=backend, fullgraph=True)
+        if not early:
+            fast = torch.compile(model, backend=backend, fullgraph=True)
         for factor in (1.0, 0.5, 0.25):
             fast(torch.full((2, 4), factor)).square().sum().backward()
             optimizer.step()
