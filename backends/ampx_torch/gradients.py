@@ -33,7 +33,7 @@ class GradientSet:
         self._buckets: list[list[torch.nn.Parameter]] = []
         self._reciprocals: _Reciprocals = {}
         self._flags: dict[torch.device, torch.Tensor] = {}
-        self._unusual = False  # some gradients were sparse or complex: torch's kernel is not tried on them again
+        self._unusual = False  # some gradients were sparse: torch's kernel is not tried on them again
         # The parameters are on a CPU and mostly large, so that reading takes less time than torch's kernel.
         self.reads_fast = False
 
@@ -154,13 +154,14 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
 
 
 def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> bool:
-    """Run torch's own kernel on gradients of one device and dtype; return whether some were sparse or complex."""
+    """Run torch's own kernel on gradients of one device and dtype; return whether some were sparse."""
+    if gradients[0].is_complex():  # the kernel takes real ones; compiled steps do not come to an `except` of ours
+        gradients = [_plain_values(gradient) for gradient in gradients]
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, reciprocal)
         return False
     except (NotImplementedError, RuntimeError):
-        # The kernel knows neither sparse nor complex gradients and refuses before it touches anything; their
-        # values are dense and real when looked at in the right way.
+        # The kernel knows no sparse gradients and refuses before it touches anything; their values are dense.
         plain = [_plain_values(gradient) for gradient in gradients]
         if all(value is gradient for value, gradient in zip(plain, gradients, strict=True)):
             raise
