@@ -274,3 +274,26 @@ def test_a_whole_step_with_a_loss_scale_that_is_compiled_by_hand_equals_eager(ba
 
     for eager, compiled in zip(train(False), train(True), strict=True):
         assert all(torch.equal(*pair) for pair in zip(eager, compiled, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_a_whole_step_of_complex_parameters_is_compiled_by_hand():
+    torch._dynamo.reset()
+    ampx.init("torch", dtype="float16", level="O0", device="cpu")
+    parameters, twins = parameters_of("complex"), parameters_of("complex")
+    opt = ampx.wrap_optimizer(torch.optim.SGD(parameters, lr=0.125), loss_scale=1024.0)
+    plain = torch.optim.SGD(twins, lr=0.125)
+
+    @torch.compile(backend="eager")
+    def step():
+        with ampx.scale_loss(loss_of(parameters, 1), opt) as scaled:
+            scaled.backward()
+        opt.step()
+        opt.zero_grad()
+
+    for _ in range(3):
+        step()
+        loss_of(twins, 1).backward()
+        plain.step()
+        plain.zero_grad()
+        assert all(torch.equal(own, twin) for own, twin in zip(parameters, twins, strict=True))
