@@ -33,7 +33,7 @@ class _Watch:
     def __init__(self) -> None:
         self.users: set[int] = set()
         self.handle: RemovableHandle | None = None
-        self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose leaves were followed
+        self.with_leaves: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose leaves were followed
         self.bodies = 0
         self.before: list[Sight] = []
         self.leftovers = Leftovers()
@@ -143,8 +143,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise where gradients carry a loss scale; look at an optimizer's parameters at its first step."""
     if _WRAPPED in optimizer.__dict__ or torch.compiler.is_compiling():
         return
-    known = optimizer in _watch.known
-    if known and not _watch.leftovers.notes:
+    followed_before = optimizer in _watch.with_leaves
+    if followed_before and not _watch.leftovers.notes:
         return
     owned = _owned()  # by an optimizer that this one is a part of
     parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
@@ -157,9 +157,9 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             f"applied times the loss scale. Call opt = ampx.wrap_optimizer(opt) on it, too, and name all optimizers "
             f"that a loss trains: ampx.scale_loss(loss, [opt, other])."
         )
-    if known or not pairs:
+    if followed_before or not pairs:
         return
-    _watch.known.add(optimizer)
+    _watch.with_leaves.add(optimizer)
     follow(parameters)
     _watch.before = []  # no body runs
     low = sum(id(parameter) in _watch.lowered and parameter.dtype in LOW for parameter, _ in pairs)

@@ -73,7 +73,7 @@ def test_builds_of_a_release_for_one_kind_of_device_count_as_the_release(install
 
 def test_doctor_says_the_same_as_init(install):
     install(alpha="2.3.1")
-    ready = {"devices": [], "init": None}
+    ready = {"devices": [], "init": {"level": "O1"}}
     for module_is_there, expected in ((True, SAID), (False, None)):
         framework = Framework("alpha", "alpha", module_is_there, {}, "a plugin")
         assert examine_framework(framework, ask=lambda *_, **__: ready)["known_failure"] == expected

@@ -127,6 +127,6 @@ def test_a_loop_has_the_parts_that_its_body_was_written_with():
 
     assert ampx_jax.equations.scan_parts(jax.make_jaxpr(loop)(X).eqns[-1]) == (1, 1)
     cast, plain = ampx_jax.autocast(loop)(X), loop(X)
-    for one, other in zip(cast, plain, strict=True):
-        assert one.shape == other.shape
-        assert 0 < np.abs(np.asarray(one - other)).max() < 0.02 * np.abs(np.asarray(other)).max()
+    for low, other in zip(cast, plain, strict=True):
+        assert low.shape == other.shape
+        assert 0 < np.abs(np.asarray(low - other)).max() < 0.02 * np.abs(np.asarray(other)).max()

@@ -670,10 +670,10 @@ def test_one_element_that_is_not_finite_is_found_wherever_it_is(dtype):
         limits = jnp.finfo(real)
         plain = np.array([[0.0, -0.0, limits.max, limits.min, limits.smallest_subnormal, -1.0]] * 7).astype(kind)
         look = jax.jit(lambda leaf: (optimizer.all_finite([leaf, leaf[:0]]), optimizer.count_nonfinite([leaf])))
-        assert [np.asarray(found).tolist() for found in look(plain)] == [True, [0]]
+        assert [np.asarray(value).tolist() for value in look(plain)] == [True, [0]]
         for bad in (np.inf, -np.inf, np.nan, -np.nan):
             for place in ((0, 0), (3, 2), (6, 5)):
                 spoiled = plain.copy()
                 spoiled[place] = 1j * bad if kind.kind == "c" else bad
                 assert not np.isfinite(spoiled.astype(np.complex128)).all()
-                assert [np.asarray(found).tolist() for found in look(spoiled)] == [False, [1]]
+                assert [np.asarray(value).tolist() for value in look(spoiled)] == [False, [1]]

@@ -6,7 +6,7 @@
     python tests/kit/sampled_mutants.py table                   print what was killed
 
 Each runs in the environment of the framework, with pytest-cov and the checkout on PYTHONPATH (`.:backends`). A mutant
-is known by its function and the text of its line, not by its number, so that it is found again where code has moved.
+has the name of its function and the text of its line, not a line's number, so that it stays the same where code moves.
 Lines that run only in processes that tests start are not seen by `map`; their mutants are listed as "not run".
 """
 
@@ -64,7 +64,7 @@ def mutated(node):
 def candidates(path):
     """Return every mutant of a file, as what is kept of it and where it stands now."""
     source = path.read_text()
-    lines, found, seen = source.splitlines(), [], Counter()
+    lines, entries, seen = source.splitlines(), [], Counter()
 
     def visit(node, function):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -74,7 +74,7 @@ def candidates(path):
             key = (function, lines[node.lineno - 1].strip(), name, source[start:end], new)
             seen[key] += 1
             kept = dict(zip(("function", "line", "kind", "before", "after"), key, strict=True), number=seen[key])
-            found.append(({**kept, "file": str(path.relative_to(ROOT))}, (start, end, node.lineno)))
+            entries.append(({**kept, "file": str(path.relative_to(ROOT))}, (start, end, node.lineno)))
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
                 continue
@@ -84,7 +84,7 @@ def candidates(path):
                     visit(child, function)
 
     visit(ast.parse(source), "")
-    return found
+    return entries
 
 
 def ast_span(lines, node):
@@ -105,7 +105,7 @@ def packages(framework):
 def all_candidates(framework):
     """Return every mutant of a framework's backend, in an order that does not change."""
     return [
-        found for folder in packages(framework) for path in sorted(folder.rglob("*.py")) for found in candidates(path)
+        entries for folder in packages(framework) for path in sorted(folder.rglob("*.py")) for entry in candidates(path)
     ]
 
 
@@ -117,10 +117,10 @@ def name_of(framework, kept):
 
 def sample():
     """Write the list, as many of each framework as it has lines."""
-    found = {framework: all_candidates(framework) for framework in FRAMEWORKS}
-    total = sum(map(len, found.values()))
+    entries = {framework: all_candidates(framework) for framework in FRAMEWORKS}
+    total = sum(map(len, entries.values()))
     chosen = {}
-    for framework, every in found.items():
+    for framework, every in entries.items():
         share = round(COUNT * len(every) / total)
         for kept, _ in random.Random(SEED).sample(every, share):
             chosen[name_of(framework, kept)] = {**kept, "framework": framework, "verdict": None}
@@ -135,9 +135,9 @@ def save(mutants):
 def find(framework, mutant):
     """Return the file, and where the mutant stands in it; None where that code is gone."""
     same = ("line", "kind", "before", "number")
-    found = [entry for entry in all_candidates(framework) if all(entry[0][key] == mutant[key] for key in same)]
-    exact = [entry for entry in found if entry[0]["function"].split(".")[-1] == mutant["function"].split(".")[-1]]
-    return next(iter(exact or found), None)
+    entries = [entry for entry in all_candidates(framework) if all(entry[0][key] == mutant[key] for key in same)]
+    exact = [entry for entry in entries if entry[0]["function"].split(".")[-1] == mutant["function"].split(".")[-1]]
+    return next(iter(exact or entries), None)
 
 
 def map_file(framework):
@@ -175,7 +175,7 @@ def map_lines(framework, tests):
 
 def run(framework):
     """Try every mutant of a framework that has no verdict yet, each in a copy of the tree."""
-    known = json.loads(map_file(framework).read_text())
+    recorded = json.loads(map_file(framework).read_text())
     mutants = json.loads(LIST.read_text())
     waiting = {name: mutant for name, mutant in mutants.items() if mutant["framework"] == framework}
     with tempfile.TemporaryDirectory() as folder:
@@ -185,22 +185,22 @@ def run(framework):
         )
         for name, mutant in waiting.items():
             if mutant["verdict"] is None:
-                mutant["verdict"] = verdict(framework, mutant, tree, known)
+                mutant["verdict"] = verdict(framework, mutant, tree, recorded)
                 print(f"{name}: {mutant['verdict']}", flush=True)
                 save(mutants)
 
 
-def verdict(framework, mutant, tree, known):
+def verdict(framework, mutant, tree, recorded):
     """Return what became of one mutant."""
     entry = find(framework, mutant)
     if entry is None:
         return "gone"
     kept, (start, end, line) = entry
-    tests = known["lines"].get(kept["file"], {}).get(str(line), [])
+    tests = recorded["lines"].get(kept["file"], {}).get(str(line), [])
     if not tests:
         return "not run"
     by_file = defaultdict(list)
-    for test in sorted(tests, key=lambda test: known["seconds"].get(test, SECONDS)):
+    for test in sorted(tests, key=lambda test: recorded["seconds"].get(test, SECONDS)):
         by_file[test.partition("::")[0]].append(test)
     # The quickest of every file first: one file may not know what another tests.
     turns = [test for turn in range(MOST_TESTS) for own in by_file.values() for test in own[turn : turn + 1]]

@@ -408,11 +408,11 @@ class FormerAutograd(Script):
 def test_what_cannot_be_made_true_is_refused_before_the_first_step_is_applied(run, script, reason):
     with automate(run):
         run.session(loss_scale=1024.0)
-        made = script()
-        before = [parameter.data().asnumpy().tolist() for parameter in made.parameters]
+        trained = script()
+        before = [parameter.data().asnumpy().tolist() for parameter in trained.parameters]
         with pytest.raises(ampx.RunRefusedError, match=reason):
-            made.run()
-        assert [parameter.data().asnumpy().tolist() for parameter in made.parameters] == before
+            trained.run()
+        assert [parameter.data().asnumpy().tolist() for parameter in trained.parameters] == before
     assert run.recorder.steps == 0
 
 

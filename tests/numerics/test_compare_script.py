@@ -85,8 +85,8 @@ def test_steps_that_are_too_few_to_time_are_told_before_anything_runs_and_run_on
 
     program = Program("train.py")
     compare_script(program, RunSettings(), ("bfloat16",), steps=steps, run=run, progress=happened.append)
-    told = f"{steps} steps are too few to time (--steps 4 or more is timed): every dtype runs once …"
-    assert (happened[0] == told) == (times == 1)
+    warned = f"{steps} steps are too few to time (--steps 4 or more is timed): every dtype runs once …"
+    assert (happened[0] == warned) == (times == 1)
     runs = [trial for trial in happened if not isinstance(trial, str) and not trial.watched]
     assert [trial.settings.dtype for trial in runs] == ["float32", "bfloat16"] * times
 

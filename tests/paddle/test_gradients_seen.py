@@ -392,9 +392,9 @@ class MixPrecisionLayer(Script):
 )
 def test_what_cannot_be_made_true_is_refused_before_the_first_step_is_applied(run, script, reason):
     script = type(script.__name__, (script,), {})
-    made = []
+    scripts = []
     initialize = script.__init__
-    script.__init__ = lambda self: (made.append(self), initialize(self))[1]
+    script.__init__ = lambda self: (scripts.append(self), initialize(self))[1]
     with automate(run):
         run.session(loss_scale=1024.0)
         with pytest.raises(ampx.RunRefusedError, match=reason):
@@ -402,7 +402,7 @@ def test_what_cannot_be_made_true_is_refused_before_the_first_step_is_applied(ru
     assert run.recorder.steps == 0
     paddle.seed(3)
     expected = [*paddle.nn.Linear(3, 4).parameters(), *paddle.nn.Linear(4, 1).parameters()]
-    assert [parameter.tolist() for parameter in made[0].parameters] == [value.tolist() for value in expected]
+    assert [parameter.tolist() for parameter in scripts[0].parameters] == [value.tolist() for value in expected]
 
 
 # -- programs --------------------------------------------------------------------------------------------------------

@@ -205,16 +205,16 @@ def test_clipping_the_model_of_master_weights_after_unscale_is_said_to_do_nothin
 
 
 def parameters_of(kind):
-    made = [torch.linspace(-1, 1, 6).reshape(2, 3)]
+    tensors = [torch.linspace(-1, 1, 6).reshape(2, 3)]
     if kind == "float64":
-        made.append(torch.linspace(-1, 1, 4, dtype=torch.float64))
+        tensors.append(torch.linspace(-1, 1, 4, dtype=torch.float64))
     elif kind == "complex":
-        made.append(torch.complex(torch.linspace(-1, 1, 4), torch.ones(4)))
+        tensors.append(torch.complex(torch.linspace(-1, 1, 4), torch.ones(4)))
     elif kind == "zero elements":
-        made += [torch.zeros(0), torch.zeros(3, 0)]
+        tensors += [torch.zeros(0), torch.zeros(3, 0)]
     elif kind == "only zero elements":
-        made = [torch.zeros(0)]
-    return [nn.Parameter(tensor) for tensor in made]
+        tensors = [torch.zeros(0)]
+    return [nn.Parameter(tensor) for tensor in tensors]
 
 
 def loss_of(parameters, size):

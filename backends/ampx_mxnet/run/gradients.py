@@ -160,10 +160,10 @@ def _registering(manager: TrainerManager) -> Callable[..., Any]:
 
 
 def _run_operator(
-    manager: TrainerManager, made: weakref.ref[Any], req: Any, out_grad: Any, in_grad: Any, **arrays: Any
+    manager: TrainerManager, reference: weakref.ref[Any], req: Any, out_grad: Any, in_grad: Any, **arrays: Any
 ) -> None:
     """Run an operator's backward with true gradients and arrays of its own for what it writes, and multiply these."""
-    operator: Any = made()
+    operator: Any = reference()
     backward = type(operator).backward
     factor = _factor_for(manager, backward, out_grad)
     if factor == 1.0:
@@ -187,8 +187,8 @@ def _divided(arrays: Any, factor: float) -> Any:
     if isinstance(arrays, (list, tuple)):
         return [_divided(array, factor) for array in arrays]
     # Of what an operator does not ask for, MXNet hands it an array without a shape: a classic one has no scalars.
-    known = arrays.shape is not None and (arrays.shape or isinstance(arrays, mx.np.ndarray))
-    return _times(arrays, 1.0 / factor) if known else arrays
+    has_shape = arrays.shape is not None and (arrays.shape or isinstance(arrays, mx.np.ndarray))
+    return _times(arrays, 1.0 / factor) if has_shape else arrays
 
 
 def _times(array: Any, factor: float) -> Any:

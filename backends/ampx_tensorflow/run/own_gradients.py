@@ -75,8 +75,8 @@ class OwnGradients:
     def _tell(self, scale: Any) -> list[Any]:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             return []
-        told = self._own_variable().assign(tf.cast(scale, tf.float32))
-        return [] if tf.executing_eagerly() else [told]
+        assigned = self._own_variable().assign(tf.cast(scale, tf.float32))
+        return [] if tf.executing_eagerly() else [assigned]
 
     def _own_variable(self) -> Any:
         if self._variable is None:

@@ -31,7 +31,7 @@ _ELEMENTS: Final = 4096  # of each gradient
 
 @contextmanager
 def mistakes_named(manager: TorchManager) -> Iterator[None]:
-    """Tell the observer of a run, where there is one, of clipped gradients of a scaled loss and of missing scales."""
+    """Report clipped gradients of a scaled loss, and missing loss scales, to the observer of a run, if any."""
     observer = manager.run.recorder.observer
     if observer is None:
         yield

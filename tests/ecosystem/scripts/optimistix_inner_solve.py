@@ -20,8 +20,8 @@ def step(params, state, inputs):
             return jnp.tanh(value @ params["in"] + inputs)
 
         solver = optimistix.FixedPointIteration(rtol=1e-3, atol=1e-3)
-        found = optimistix.fixed_point(balance, solver, jnp.zeros(4), inputs, throw=False).value
-        return ((found @ params["out"] - inputs.mean()) ** 2).mean()
+        fixed = optimistix.fixed_point(balance, solver, jnp.zeros(4), inputs, throw=False).value
+        return ((fixed @ params["out"] - inputs.mean()) ** 2).mean()
 
     loss, gradients = jax.value_and_grad(loss_of)(params)
     updates, state = optimizer.update(gradients, state, params)

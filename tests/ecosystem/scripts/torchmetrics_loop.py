@@ -31,6 +31,6 @@ for _ in range(4):
     metrics(scores.softmax(-1), labels)
     mean(loss.detach())
     losses.append(loss.item())
-told = {name: value.item() for name, value in metrics.compute().items()}
-assert set(told) == {"accuracy", "calibration", "auroc"}
+computed = {name: value.item() for name, value in metrics.compute().items()}
+assert set(computed) == {"accuracy", "calibration", "auroc"}
 print(json.dumps([*losses, mean.compute().item()]))
