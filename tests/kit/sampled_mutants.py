@@ -105,7 +105,7 @@ def packages(framework):
 def all_candidates(framework):
     """Return every mutant of a framework's backend, in an order that does not change."""
     return [
-        entries for folder in packages(framework) for path in sorted(folder.rglob("*.py")) for entry in candidates(path)
+        entry for folder in packages(framework) for path in sorted(folder.rglob("*.py")) for entry in candidates(path)
     ]
 
 
