@@ -9,6 +9,7 @@ from ampx.numerics.trial import Trial
 from ampx.numerics.tune_script import tune_script
 from ampx.run import RunSettings
 from ampx.run.program import Program
+from ampx_tensorflow import rewrite
 from processes import run_here
 
 FIT = """
@@ -139,6 +140,8 @@ else:
 
 @pytest.mark.parametrize(("fit", "width"), [(True, 64), (True, 1021), (False, 1021)])
 def test_diagnose_names_weights_that_matrix_units_pad_and_nothing_else(here, script, fit, width):
+    if not fit and not rewrite._works("cpu", "bfloat16"):
+        pytest.skip("TensorFlow's rewriter casts nothing to bfloat16 here: it was tried")
     text = PADDED.replace("WIDTH", str(width)).replace("FIT", str(fit))
     settings = RunSettings(dtype="bfloat16")
     diagnosis, report = diagnose_script(script(text), settings, framework="tensorflow", run=here)
