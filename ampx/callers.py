@@ -48,7 +48,25 @@ def is_script_function(function: Any) -> bool:
     variables, file = function.__globals__, function.__code__.co_filename
     if _is_rewritten(file):  # with the variables of the module that it was written in
         file = str(variables.get("__file__", "<stdin>"))
-    return _is_own(file, str(variables.get("__name__", "")))
+    return is_script_code(file, str(variables.get("__name__", "")))
+
+
+def is_script_code(file: str, module: str) -> bool:
+    """Return whether code from a file, in a module, is the user's own."""
+    top = module.partition(".")[0]
+    if _is_ampx(module):
+        return False
+    if file == "<stdin>":
+        return True
+    if file.startswith("<"):
+        return False
+    path = Path(file).resolve()
+    if not _INSTALLED.isdisjoint((*path.parts, *Path(file).parts)) or str(path).startswith(_STANDARD):
+        return False
+    if module == "__main__":
+        return True
+    # A framework may be on the path from its source tree, and libraries from a folder of any name (`pip --target`).
+    return top not in _framework_modules() and not _holds_installed(path, module)
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -93,28 +111,11 @@ def _script_frame() -> FrameType | None:
 def _is_script(frame: FrameType) -> bool:
     # TensorFlow runs functions from files that it wrote: the line that called them is one of the script.
     file = frame.f_code.co_filename
-    return not _is_rewritten(file) and _is_own(file, str(frame.f_globals.get("__name__", "")))
+    return not _is_rewritten(file) and is_script_code(file, str(frame.f_globals.get("__name__", "")))
 
 
 def _is_rewritten(file: str) -> bool:
     return Path(file).name.startswith("__autograph_generated_file")
-
-
-def _is_own(file: str, module: str) -> bool:
-    top = module.partition(".")[0]
-    if _is_ampx(module):
-        return False
-    if file == "<stdin>":
-        return True
-    if file.startswith("<"):
-        return False
-    path = Path(file).resolve()
-    if not _INSTALLED.isdisjoint((*path.parts, *Path(file).parts)) or str(path).startswith(_STANDARD):
-        return False
-    if module == "__main__":
-        return True
-    # A framework may be on the path from its source tree, and libraries from a folder of any name (`pip --target`).
-    return top not in _framework_modules() and not _holds_installed(path, module)
 
 
 def _is_ampx(module: str) -> bool:

@@ -35,7 +35,11 @@ The kit tests it (`ampx.testing.kit.automation`); `tests/kit/toy/automation.py` 
 
 from __future__ import annotations
 
-from ampx.callers import is_script_function as is_script_function, script_line as script_line
+from ampx.callers import (
+    is_script_code as is_script_code,
+    is_script_function as is_script_function,
+    script_line as script_line,
+)
 
 from .imports import ImportAlias as ImportAlias, ImportWatch as ImportWatch, spec_of as spec_of
 from .manager import (
@@ -43,6 +47,7 @@ from .manager import (
     Manager as Manager,
     Sampler as Sampler,
     asked_by_script as asked_by_script,
+    asking_code as asking_code,
 )
 from .recorder import (
     GRADIENT_SAMPLES as GRADIENT_SAMPLES,

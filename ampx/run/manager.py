@@ -223,10 +223,21 @@ def asked_by_script(framework: Collection[str], through: tuple[str, ...]) -> boo
         framework: Top-level modules whose calls are not the script's.
         through: Modules, by how their names begin, that only pass a call on.
     """
-    frame: FrameType | None = sys._getframe(2)
+    _, module = asking_code(through, 3)
+    return module.partition(".")[0] not in framework
+
+
+def asking_code(through: tuple[str, ...], depth: int = 2) -> tuple[str, str]:
+    """Return file and module of the code that calls the function that asks; "" for both where there is none.
+
+    Args:
+        through: As in `asked_by_script`.
+        depth: So many frames up it begins to look.
+    """
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if not module.startswith(through):
-            return module.partition(".")[0] not in framework
+            return frame.f_code.co_filename, module
         frame = frame.f_back
-    return True
+    return "", ""

@@ -4,6 +4,9 @@ The oracle is the same loop without ampx, in PyTorch's own mixed precision: the 
 operations, which autocast leaves in float32, and loss scales are powers of two, so both agree to the bit.
 """
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 
 from processes import run_python
@@ -13,6 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import ampx  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
 from ampx.run import Run, RunSettings  # noqa: E402
+from ampx_torch import devices  # noqa: E402
 
 LOW = pytest.mark.parametrize("low", ["float16", "bfloat16"])
 
@@ -132,12 +136,13 @@ def test_regions_of_several_dtypes_are_told():
     with automated(run):
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.25)
         assert run.amp.effective.dtype is None
-        assert "none has computed in low precision" in run.amp.effective.reason
+        assert "it entered none" in run.amp.effective.reason
         for low in (torch.bfloat16, torch.float16, torch.bfloat16):
             with torch.autocast("cpu", dtype=low):
                 assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is low
         assert run.amp.effective.dtype == "bfloat16"
-        assert run.amp.effective.reason.endswith("compute in bfloat16 and float16")
+        assert run.amp.effective.reason.count("ask for bfloat16") == 1
+        assert run.amp.effective.reason.count("ask for float16") == 1
 
 
 def test_bfloat16_that_was_asked_for_needs_no_scale():
@@ -329,3 +334,101 @@ def test_the_summary_tells_the_dtype_of_the_regions(tmp_path):
     done = run_python("-m", "ampx", "run", "--replace-native", script, check=True)
     assert "ampx run: torch in float16 on cpu" in done.stderr
     assert "loss scale 64\n" in done.stderr
+
+
+# As nanoGPT has it: on a CPU no region, but a GradScaler that the dtype switches on.
+WITHOUT_REGION = """
+from contextlib import nullcontext
+import torch
+device, dtype = "cpu", "float16"
+context = nullcontext() if device == "cpu" else torch.amp.autocast(device, dtype=getattr(torch, dtype))
+model = torch.nn.Linear(4, 4)
+model.register_forward_hook(lambda module, inputs, output: print(output.dtype))
+scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))
+optimizer = torch.optim.AdamW(model.parameters())
+with context:
+    loss = model(torch.ones(2, 4)).square().mean()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+scaler.update()
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "float16")], ids=["auto", "float16"])
+def test_the_headline_says_float32_where_the_script_entered_no_region(tmp_path, options):
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_REGION)
+    done = run_python("-m", "ampx", "run", "--replace-native", *options, script, check=True)
+    assert done.stdout == "torch.float32\n"
+    (headline,) = [line for line in done.stderr.splitlines() if line.startswith("ampx run:")]
+    assert headline.startswith("ampx run: torch in float32 on cpu")
+    assert headline.endswith("only the script's own regions are cast, and it entered none")
+    assert "by hand" not in done.stderr
+
+
+@pytest.mark.parametrize("asked", ["auto", "float16"])
+@pytest.mark.parametrize("enters", [False, True])
+def test_a_region_counts_once_it_is_entered(asked, enters):
+    run, seen = run_of(asked, replace_native=True), []
+    with automated(run):
+        model = torch.nn.Linear(2, 2)
+        model.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        region = torch.autocast("cpu", dtype=torch.float16)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with region if enters else nullcontext():
+                loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            optimizer.step()
+    assert seen == [torch.float16 if enters else torch.float32] * 2
+    assert run.amp.effective.dtype == ("float16" if enters else None)
+    assert bool(run.explain()) == enters
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("preferred", ["bfloat16", None])
+@pytest.mark.parametrize("region", ["cuda.amp.autocast()", "autocast('cuda')"])
+def test_a_region_for_a_device_that_is_not_there_tells_what_it_asked_for_and_what_computed(
+    monkeypatch, region, preferred
+):
+    cpu = replace(devices.describe("cpu"), preferred=preferred, reason="so the CPU says")
+    monkeypatch.setattr(devices, "_describe_cpu", lambda: cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run, seen = run_of(replace_native=True), []
+    with automated(run):
+        model = torch.nn.Linear(2, 2)
+        model.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        with eval(f"torch.{region}"):
+            loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        optimizer.step()
+    computed = preferred or "float32"
+    assert seen == [getattr(torch, computed)]
+    assert run.amp.effective.dtype == preferred
+    assert run.amp.effective.reason == (
+        f"the script's own regions ask for float16 on cuda, which this machine lacks: on the cpu they compute in "
+        f"{computed}, because so the CPU says"
+    )
+
+
+def test_regions_of_a_library_are_told_as_the_library_s(monkeypatch, tmp_path):
+    """A trainer may ask for another dtype than the script asked it for, as Lightning does on a CPU."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "some_trainer.py").write_text(
+        "import torch\n\ndef region(asked):\n    return torch.autocast('cpu', dtype=torch.bfloat16)\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    some_trainer = __import__("some_trainer")
+    run = run_of(replace_native=True)
+    with automated(run):
+        for region in (some_trainer.region("float16"), torch.autocast("cpu", dtype=torch.float16)):
+            with region:
+                pass
+    assert run.amp.effective.dtype == "bfloat16"
+    assert run.amp.effective.reason == (
+        "the regions of some_trainer ask for bfloat16; the script's own regions ask for float16"
+    )

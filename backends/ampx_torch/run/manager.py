@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from types import MethodType
 from typing import Any, Final
 from unittest import mock
@@ -197,9 +196,7 @@ class TorchManager(Manager[TorchManaged]):
             self.sampler.start()
             amp = self.run.session(**self.native.options)
             self.rules.start(amp.plan)
-            if self.native.follows:
-                reason = "as the script's own regions say, of which none has computed in low precision"
-                amp.effective = replace(amp.effective, reason=reason)
+            self.native.begin(amp)
             if self.scales:
                 self.watch_gradients()
 
@@ -212,7 +209,7 @@ class TorchManager(Manager[TorchManaged]):
     def wrap(self, managed: TorchManaged, **options: Any) -> None:
         """Make the wrapper of an optimizer; where the script scales, it does not."""
         super().wrap(managed, loss_scale=1.0 if self.native.scales else None)
-        self.run.trainer = self.run.trainer or trainer_lines(self.run.session().effective.dtype)
+        self.run.trainer = self.run.trainer or trainer_lines(self.native.dtype)
         self.native.explain()
 
     def find(self, raw: torch.optim.Optimizer) -> TorchManaged | None:
