@@ -30,7 +30,18 @@ class Program:
 # Options of `ampx run`, `compare`, `diagnose` and `tune`, but those of one letter.
 OPTIONS: Final = frozenset(
     {
-        *("--at", "--device", "--dtype", "--for", "--framework", "--json", "--level", "--log", "--log-every"),
+        *(
+            "--at",
+            "--device",
+            "--dtype",
+            "--for",
+            "--force",
+            "--framework",
+            "--json",
+            "--level",
+            "--log",
+            "--log-every",
+        ),
         *("--out", "--policy", "--repeats", "--replace-native", "--report", "--seed", "--steps"),
         *("--sweep", "--tolerance", "--unchanged-if-refused", "--what-if"),
     }

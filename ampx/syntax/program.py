@@ -125,7 +125,8 @@ def import_graph(data: Mapping[Path, bytes], modules: Modules) -> dict[Path, lis
         if match is None:
             return
         path, rest = match
-        passed_on = [full for full, bound in names[path] if rest and bound in (rest[0], "*")] if depth else []
+        others = names.get(path, []) if depth else []  # nothing is passed on by files that are not looked at
+        passed_on = [full for full, bound in others if rest and bound in (rest[0], "*")]
         for full in passed_on:
             yield from home(full if full.endswith("*") else ".".join([full, *rest[1:]]), path, depth - 1)
         if not passed_on:

@@ -243,10 +243,15 @@ def _is_finite(leaf: Any) -> Any:
     largest = jax.lax.reduce(
         tuple(jax.lax.bitcast_convert_type(leaf, kind) for kind in (signed, unsigned)),
         (signed(np.iinfo(signed).min), unsigned(0)),
-        lambda numbers, others: tuple(map(jnp.maximum, numbers, others)),
+        _larger,
         tuple(range(leaf.ndim)),
     )
     return (largest[0] < limits[0]) & (largest[1] < limits[1])
+
+
+def _larger(numbers: Any, others: Any) -> Any:
+    # JAX keeps what it compiled as long as the function stays the same.
+    return tuple(map(jnp.maximum, numbers, others))
 
 
 def count_nonfinite(grads: Any) -> Any:

@@ -97,7 +97,7 @@ def test_what_was_found_is_printed_where_the_report_cannot_be_written_any_more(m
 
     def diagnose_script(*_, **__):
         folder.rmdir()
-        return None, {"verdict": "Nothing failed.", "notes": [], "risks": []}
+        return None, {"verdict": "Nothing failed.", "mistakes": [], "notes": [], "risks": []}
 
     monkeypatch.setattr("ampx.numerics.diagnose_script.diagnose_script", diagnose_script)
     monkeypatch.setattr(sys, "argv", ["ampx", "diagnose", "--report", str(folder / "out.json"), "train.py"])

@@ -70,10 +70,10 @@ def install(plan: CastPlan) -> None:
 def uninstall(plan: CastPlan) -> None:
     """Undo one `install`; with the last, torch's own kernel is back."""
     with _lock:
-        position = next((at for at, installed in enumerate(_installed.plans) if installed is plan), None)
-        if position is None:
+        identities = list(map(id, _installed.plans))
+        if id(plan) not in identities:
             return
-        del _installed.plans[position]
+        del _installed.plans[identities.index(id(plan))]
         if not _installed.plans and _installed.library is not None:
             _installed.library._destroy()
             _installed.library = None
