@@ -25,14 +25,24 @@ def test_help_names_every_command(ampx_command):
     assert all(name in text for name in ("doctor", "backends", "demo", "new-backend", "migrate", "run"))
 
 
-def test_help_comes_within_half_a_second(installed_command):
-    """Of the processor's time, the least of some: what else the machine does is not the command's."""
-    seconds = []
+def test_help_takes_less_than_twice_as_long_as_that_of_a_command_of_one_line(installed_command, tmp_path):
+    """Of the processor's time, the least of some: how fast the machine is, and what else it does, is not the command's."""
+    least = tmp_path / "least.py"
+    least.write_text("import typer\napp = typer.Typer()\n@app.command()\ndef least(): ...\napp()\n")
+    ours, others = [], []
     for _ in range(5):
-        start = processor_seconds()
-        installed_command("--help")
-        seconds.append(processor_seconds() - start)
-    assert min(seconds) < 0.5
+        for seconds, ask in (
+            (ours, lambda: installed_command("--help")),
+            (others, lambda: run_script(least, "--help")),
+        ):
+            start = processor_seconds()
+            ask()
+            seconds.append(processor_seconds() - start)
+    assert min(ours) < 2 * min(others)
+
+
+def run_script(*command):
+    subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, timeout=60, check=True)
 
 
 def processor_seconds():
