@@ -1,4 +1,4 @@
-"""The script sees true gradients, wherever it looks: between backward and step, and in backwards of its own."""
+"""The script sees unscaled gradients, wherever it looks: between backward and step, and in backwards of its own."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _factor_for(manager: TrainerManager, backward: Any, gradients: Sequence[Any]
 
 
 def _registering(manager: TrainerManager) -> Callable[..., Any]:
-    """Register subclasses of the script's operators that make operators with true gradients."""
+    """Register subclasses of the script's operators that make operators with unscaled gradients."""
     native = mx.operator.register
 
     @functools.wraps(native)
@@ -162,7 +162,7 @@ def _registering(manager: TrainerManager) -> Callable[..., Any]:
 def _run_operator(
     manager: TrainerManager, reference: weakref.ref[Any], req: Any, out_grad: Any, in_grad: Any, **arrays: Any
 ) -> None:
-    """Run an operator's backward with true gradients and arrays of its own for what it writes, and multiply these."""
+    """Run an operator's backward with unscaled gradients; multiply what it writes, into arrays of its own, by the scale."""
     operator: Any = reference()
     backward = type(operator).backward
     factor = _factor_for(manager, backward, out_grad)

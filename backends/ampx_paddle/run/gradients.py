@@ -1,4 +1,4 @@
-"""The script sees true gradients, wherever it looks: between backward and step, in hooks, in backwards of its own."""
+"""The script sees unscaled gradients: between backward and step, in hooks, and in backwards of its own."""
 
 from __future__ import annotations
 

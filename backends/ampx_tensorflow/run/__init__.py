@@ -7,8 +7,8 @@ sees float32 everywhere: loops over `GradientTape`, models with a training step 
 The script is not ours to edit: TensorFlow is patched, and every patch ends with the region that `automate` opens:
 
 - `manager`: how optimizers of Keras are made and applied;
-- `gradients`: `tf.GradientTape`, so that the loss is scaled, and the script sees true gradients only;
-- `own_gradients`: gradient functions that the script wrote, which get true gradients;
+- `gradients`: `tf.GradientTape`, so that the loss is scaled, and the script sees unscaled gradients only;
+- `own_gradients`: gradient functions that the script wrote, which get unscaled gradients;
 - `debugging`: TensorFlow's own debuggers, which see the loss scale;
 - `models`: how Keras compiles and fits models;
 - `operations`: products outside of graphs, and what computed in which dtype;

@@ -1,7 +1,7 @@
-"""Gradient functions of the script's own, as `tf.custom_gradient` takes them: they see true gradients.
+"""Gradient functions of the script's own, as `tf.custom_gradient` takes them: they see unscaled gradients.
 
-What such a function does with a gradient (clips it, compares it with a bound) holds for true gradients, and nobody can
-see from outside whether it is linear. So the loss scale is divided out before it is called, and what it returns is
+What such a function does with a gradient (clips it, compares it with a bound) holds for unscaled gradients, and whether
+it is linear cannot be seen from outside. So the loss scale is divided out before it is called, and what it returns is
 multiplied again. Those of libraries stay as they are.
 """
 
@@ -110,7 +110,7 @@ class OwnGradients:
     # -- gradient functions ------------------------------------------------------------------------
 
     def true(self, function: Callable[..., Any], low: Callable[[], None] = lambda: None) -> Callable[..., Any]:
-        """Return a gradient function that gets true gradients, and whose result carries the scale of those that came.
+        """Return a gradient function that gets unscaled gradients, and whose result is scaled as the incoming ones are.
 
         Args:
             function: Takes gradients, and perhaps an operation before them and keywords after them.
