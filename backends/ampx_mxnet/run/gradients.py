@@ -162,7 +162,7 @@ def _registering(manager: TrainerManager) -> Callable[..., Any]:
 def _run_operator(
     manager: TrainerManager, reference: weakref.ref[Any], req: Any, out_grad: Any, in_grad: Any, **arrays: Any
 ) -> None:
-    """Run an operator's backward with unscaled gradients; multiply what it writes, into arrays of its own, by the scale."""
+    """Run an operator's backward with unscaled gradients; scale what it writes, into arrays of its own."""
     operator: Any = reference()
     backward = type(operator).backward
     factor = _factor_for(manager, backward, out_grad)
