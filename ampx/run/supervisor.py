@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest import mock
 
+from ampx.backend import find_offer, offer
 from ampx.errors import AmpxError, InvalidOptionError, PrecisionWarning, RunRefusedError, UnsupportedByBackendError
 from ampx.plugins import default_registry
 from ampx.policy import find_level, normalise_dtype
@@ -20,7 +21,7 @@ from .imports import ImportWatch
 from .program import Program, run_program
 from .ranks import process_rank
 from .recorder import Recorder
-from .run import Run, RunSettings, automation
+from .run import Automation, Run, RunSettings
 
 _DEVICE: Final = re.compile(r"[a-z]+(:\d+)?")
 
@@ -136,7 +137,7 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
                 backend = load(name)
                 if settings.automates:
                     _check(run, backend)
-                regions.enter_context(automation(backend, run))
+                regions.enter_context(offer(backend, Automation).automate(run))
                 if finished.recorder.observer is not None:
                     regions.enter_context(finished.recorder.observer.observing(run, backend))
             except UnsupportedByBackendError:
@@ -194,8 +195,8 @@ def _judge(settings: RunSettings) -> None:
 def _check(run: Run, backend: Any) -> None:
     """Reject settings that this framework cannot honour, before the script goes on."""
     settings = run.settings
-    if not backend.capabilities.automates:
-        return  # automate() says so
+    if find_offer(backend, Automation) is None:
+        return  # `offer` says so
     try:
         check_settings(backend, settings.dtype, settings.level, settings.device)
     except AmpxError as error:

@@ -9,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
+from ampx.backend import offer  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Run, RunSettings  # noqa: E402
+from ampx.run import Automation, Run, RunSettings  # noqa: E402
 from processes import run_python  # noqa: E402
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "apex" / "fp16_optimizer.py"
@@ -26,7 +27,7 @@ def ended():
 def automated():
     def automate(script):
         run = Run("torch", RunSettings(dtype="bfloat16", device="cpu"))
-        with default_registry().load("torch").automate(run):
+        with offer(default_registry().load("torch"), Automation).automate(run):
             script()
         return run
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ampx.run import Run
+from ampx.run import Automation, Run
 
 from .backward import backward_scaled
 from .gradients import gradients_true
@@ -32,3 +32,9 @@ def automate(run: Run) -> Iterator[None]:
     patches = (optimizers_managed, backward_scaled, gradients_true, numbers_read, native_refused, programs_watched)
     with PaddleManager(run).region(*patches):
         yield
+
+
+class PaddleAutomation(Automation):
+    """Patches the framework: see `automate`."""
+
+    automate = staticmethod(automate)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ampx.run import Run
+from ampx.run import Automation, Run
 
 from .accelerate import accelerators_carried_out
 from .backward import backward_scaled
@@ -43,3 +43,9 @@ def automate(run: Run) -> Iterator[None]:
     )
     with TorchManager(run).region(old_names, *(patches if run.settings.automates else ())):
         yield
+
+
+class TorchAutomation(Automation):
+    """Patches the framework: see `automate`."""
+
+    automate = staticmethod(automate)
