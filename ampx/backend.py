@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
 from .errors import BackendLoadError, InvalidOptionError, UnsupportedByBackendError, UnsupportedDeviceError
 from .policy import Dtype, OptLevel
@@ -372,25 +372,27 @@ class Forcing(Contract):
         """
 
 
+# Contracts are passed as what makes one of a backend: mypy takes no abstract class as a `type`.
 Offered = TypeVar("Offered", bound=Contract)
 
 
-def find_offer(backend: Backend, contract: type[Offered]) -> Offered | None:
+def find_offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered | None:
     """Return what a backend offers to a feature, importing it where that is new; None where it offers nothing.
 
     Raises:
         BackendLoadError: What it names is no class that fulfils the contract.
     """
-    place = backend.offers.get(contract.name)
+    wanted = cast("type[Offered]", contract)
+    place = backend.offers.get(wanted.name)
     kind = _load(place) if isinstance(place, str) else place
     if kind is None:
         return None
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
-    if missing or not (isinstance(kind, type) and issubclass(kind, contract)):
+    if missing or not (isinstance(kind, type) and issubclass(kind, wanted)):
         lacks = f", which lacks {', '.join(missing)}" if missing else ""
         raise BackendLoadError(
-            f"backend {backend.name!r} offers {place!r} as {contract.name!r}{lacks}; accepted: 'module:class', of a "
-            f"class that is derived from {contract.__module__}.{contract.__name__} and writes all of its methods. "
+            f"backend {backend.name!r} offers {place!r} as {wanted.name!r}{lacks}; accepted: 'module:class', of a "
+            f"class that is derived from {wanted.__module__}.{wanted.__name__} and writes all of its methods. "
             f"Correct the plugin."
         )
     return kind(backend)
@@ -407,7 +409,7 @@ def _load(place: str) -> Any:
         raise
 
 
-def offer(backend: Backend, contract: type[Offered]) -> Offered:
+def offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered:
     """Return what a backend offers to a feature, importing it where that is new.
 
     Raises:
@@ -415,7 +417,7 @@ def offer(backend: Backend, contract: type[Offered]) -> Offered:
         BackendLoadError: What it names is no class that fulfils the contract.
     """
     offered = find_offer(backend, contract)
-    return backend.refuse(contract.feature) if offered is None else offered
+    return backend.refuse(cast("type[Offered]", contract).feature) if offered is None else offered
 
 
 class GenericBackend(Backend):
