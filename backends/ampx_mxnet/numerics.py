@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
-from ampx.backend import CastPlan, Reading, Replayed, Step, Watch, Watching
+from ampx.backend import CastPlan, GenericBackend, Reading, Replayed, Step, Watch, Watching
 from ampx.callers import script_line
 from ampx.errors import DetachedLossError, UnsupportedDtypeError
 from ampx.numerics.formats import FORMATS, Format
@@ -46,9 +46,6 @@ from .casting import switch
 from .compat import mx
 from .gradients import all_finite, collect
 from .losses import scale_loss
-
-if TYPE_CHECKING:
-    from .backend import MXNetBackend
 
 _device: Final = devices.describe("auto")
 # What this machine's best device does not compute in.
@@ -432,7 +429,7 @@ def rounded(tensor: Any, dtype: str) -> Any:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+def replay(backend: GenericBackend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Compute a batch and its gradients, and leave everything but MXNet's random numbers as it was.
 
     MXNet tells nobody where its random numbers are. Every replay draws the same ones, those of one seed; afterwards
@@ -454,7 +451,7 @@ def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None,
     return Replayed(value, gradients, {name: combined([(size, values)]) for name, (size, _), values in numbers})
 
 
-def clock(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+def clock(backend: GenericBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
     """Return what times a batch and its gradients: see `Backend.clock`.
 
     Where something is cast, each step waits to see whether gradients are finite, as the trainer's will do.
@@ -480,7 +477,7 @@ def clock(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None) 
     return seconds
 
 
-def _computed(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
+def _computed(backend: GenericBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
     """Return the loss of a batch, after its backward."""
     with switch.Region(None) if plan is None else casting.region(plan, True), mx.autograd.record():
         loss = step(model)

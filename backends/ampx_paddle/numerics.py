@@ -15,14 +15,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 from unittest import mock
 
 import numpy as np
 import paddle
 from paddle.autograd.backward_mode import backward  # `ampx run` patches the public name
 
-from ampx.backend import CastPlan, Replayed, Step, Watch, Watching
+from ampx.backend import CastPlan, GenericBackend, Replayed, Step, Watch, Watching
 from ampx.callers import script_line
 from ampx.errors import UnsupportedDtypeError
 from ampx.numerics.formats import FORMATS, Format
@@ -49,9 +49,6 @@ from .gradients import gradient_of, unscale
 from .losses import scale_loss
 from .writes import unnoticed
 
-if TYPE_CHECKING:
-    from .backend import PaddleBackend
-
 # What this machine's best device does not compute in.
 SIMULATED: Final = devices.SIMULATED - devices.best().native
 # What Paddle rounds by casts: its casts to the others do not round as the dtypes are defined.
@@ -66,7 +63,7 @@ _METHODS: Final = {
 
 
 @contextmanager
-def _uncompiled(backend: PaddleBackend, call: str, model: Any | None) -> Iterator[None]:
+def _uncompiled(backend: GenericBackend, call: str, model: Any | None) -> Iterator[None]:
     """Return a region in which functions that `to_static` compiled run as they are written."""
     if model is not None and not paddle.in_dynamic_mode():
         backend.refuse(f"{call} in a static graph (use an eager model)")
@@ -111,7 +108,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def watch(backend: PaddleBackend, model: Any | None, watching: Watching) -> Iterator[Watch]:
+def watch(backend: GenericBackend, model: Any | None, watching: Watching) -> Iterator[Watch]:
     """Read the outputs of layers and the gradients of these outputs: see `Backend.watch`."""
     names = Names(model, named)
     names.check(watching.modules, "watch")
@@ -342,7 +339,7 @@ def _in_backward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def force(backend: PaddleBackend, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+def force(backend: GenericBackend, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
     """Compute layers in dtypes of their own, or round as these would: see `Backend.force`."""
     if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
         raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
@@ -458,7 +455,7 @@ def rounded(tensor: Any, dtype: str) -> Any:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+def replay(backend: GenericBackend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Compute a batch and its gradients, and leave everything as it was: see `Backend.replay`."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.stop_gradient]
     limits = FORMATS["float16" if plan is None else plan.dtype]
@@ -472,7 +469,7 @@ def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None
     return Replayed(value, gradients, {name: stat for (name, _), stat in zip(trained, stats, strict=True)})
 
 
-def clock(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+def clock(backend: GenericBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
     """Return what times a batch and its gradients: see `Backend.clock`.
 
     Where something is cast, each step waits to see whether gradients are finite, as the optimizer's will do.
@@ -496,7 +493,7 @@ def clock(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None)
     return seconds
 
 
-def _computed(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
+def _computed(backend: GenericBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
     """Return the loss of a batch, after its backward."""
     with casting.region(plan, True) if plan and computes(plan.dtype) else casting.off():
         loss = step(model)

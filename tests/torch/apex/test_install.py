@@ -97,7 +97,9 @@ def test_the_published_and_the_former_path_give_the_same_modules(python):
     print(pickle.loads(b'campx_torch.apex.fp16_utils.loss_scaler\\nLossScaler\\n.').__module__)
     """
     assert python(code) == "True True True\nampx_apex.apex.fp16_utils.loss_scaler"
-    former = "import pickle; print(pickle.loads(b'campx_torch.old.apex.fp16_utils.loss_scaler\\nLossScaler\\n.').__module__)"
+    former = (
+        "import pickle; print(pickle.loads(b'campx_torch.old.apex.fp16_utils.loss_scaler\\nLossScaler\\n.').__module__)"
+    )
     assert python(former) == "ampx_apex.apex.fp16_utils.loss_scaler"
 
 
