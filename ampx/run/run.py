@@ -14,6 +14,7 @@ import ampx
 from ampx.backend import Contract
 from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
+from ampx.plugins import ProvideNames, default_registry
 from ampx.policy import PolicyFile, find_level
 from ampx.protocol import METER_EVERY
 from ampx.session import sessions
@@ -316,6 +317,10 @@ class Run:
         if isinstance(error, RunRefusedError) or error is self.misuse:
             raise error
         self.refuse(str(error).rstrip("."))
+
+    def old_names(self) -> list[ProvideNames]:
+        """Return what lets the script import modules for which plugins stand in: each takes the backend's manager."""
+        return [stand_in.load() for stand_in in default_registry().stand_ins(self.framework)]
 
     def refuse_preparation(self) -> None:
         """Refuse levels O2 and O3 where the backend needs the model for them; before anything is patched.

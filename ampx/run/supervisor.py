@@ -121,10 +121,11 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
     registry = default_registry()
     names = registry.names() if framework is None else [framework]
     registrations = {name: registry.registration(name) for name in names}
+    stand_ins = {
+        module: name for name in registrations for stand_in in registry.stand_ins(name) for module in stand_in.missing
+    }
     if not settings.automates:
-        registrations = {
-            name: registration for name, registration in registrations.items() if registration.stands_in_for
-        }
+        registrations = {name: registrations[name] for name in registrations if name in stand_ins.values()}
     load = registry.load
     with ExitStack() as regions:
         if process_rank()[0]:
@@ -155,11 +156,7 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
         watch = ImportWatch(
             {root: name for name, registration in registrations.items() for root in registration.roots},
             automate,
-            {
-                module: registration.roots[0]
-                for registration in registrations.values()
-                for module in registration.stands_in_for
-            },
+            {module: registrations[name].roots[0] for module, name in stand_ins.items()},
         )
 
         def load_completely(name: str) -> Any:

@@ -135,7 +135,7 @@ def import_graph(package):
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_every_module_can_be_the_first_that_is_imported(package):
     graph = import_graph(package)
-    assert len(graph) > 20
+    assert len(graph) > 15
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of the cycle
 
 

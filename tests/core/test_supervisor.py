@@ -57,8 +57,13 @@ def world(tmp_path, monkeypatch):
         @staticmethod
         @ampx.hookimpl
         def ampx_register_backends(register):
-            register("lowframe", lambda: None, roots=("lowframe",), requires="lowframe", stands_in_for=("oldframe",))
+            register("lowframe", lambda: None, roots=("lowframe",), requires="lowframe")
             register("highframe", lambda: None, roots=("highframe",), requires="highframe")
+
+        @staticmethod
+        @ampx.hookimpl
+        def ampx_register_names(register):
+            register("lowframe", lambda: None, names=("oldframe",))
 
     registry.register_plugin(Plugin, "pretended")
     monkeypatch.setattr(registry, "load", lambda name: backends[name])

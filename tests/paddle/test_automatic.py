@@ -732,5 +732,5 @@ def test_who_looks_for_fluid_switches_nothing_and_a_library_does_not_see_it(tmp_
     done = run_python("-m", "ampx", "run", script, check=True, PYTHONPATH=path)
     assert done.stdout.splitlines() == [
         "[False, \"No module named 'paddle.fluid'\"] True True",
-        "ampx_paddle.old.fluid False",
+        "ampx_fluid.fluid False",
     ]

@@ -361,7 +361,7 @@ def test_the_script_has_its_apex_after_a_library_looked_for_it(probing_library, 
     )
     path = {"PYTHONPATH": f"{probing_library}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = run_python("-m", "ampx", "run", script, fresh=True, **path)
-    assert (done.returncode, done.stdout) == (0, "ampx_torch.old.apex.amp.frontend\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "ampx_apex.apex.amp.frontend\n"), done.stderr
 
 
 def test_an_installed_apex_without_amp_that_a_library_has_imported_is_completed_for_the_script(tmp_path):
@@ -381,4 +381,4 @@ def test_an_installed_apex_without_amp_that_a_library_has_imported_is_completed_
     path = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = run_python("-m", "ampx", "run", script, fresh=True, **path)
     shown = "[True, \"No module named 'apex.normalization'\", \"No module named 'amp_C'\", 'ImportError']"
-    assert (done.returncode, done.stdout) == (0, f"{shown}\nampx_torch.old.apex.amp True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{shown}\nampx_apex.apex.amp True\n"), done.stderr
