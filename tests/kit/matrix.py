@@ -38,6 +38,7 @@ class MatrixSuite(KitTests):
         """What the backend declares goes on record."""
         can = self.backend.capabilities
         plain = {field.name: _plain(getattr(can, field.name)) for field in fields(can)}
+        plain["offers"] = list(self.backend.offers)
         record_property("ampx.declared", [self.subject.framework, json_copy(plain)])
 
     @pytest.mark.parametrize(("dtype", "level"), LOW)

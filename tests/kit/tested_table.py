@@ -106,7 +106,7 @@ def _why_not(framework: str, evidence: Evidence, device: str, dtype: str, level:
     if device not in declared["devices"]:
         return f"nothing is declared for {device}: what is there is tested."
     if aspect == "distributed" and aspect not in FACTS.get(framework, ()):
-        return f"{framework} trains in one process."
+        return evidence.refused.get(aspect, f"{framework} trains in one process.")
     return None
 
 
