@@ -435,10 +435,26 @@ def dotted(node: ast.AST | None) -> str | None:
     return None
 
 
-def called_name(call: ast.Call) -> str:
-    """Return the last part of what a call calls."""
-    function = call.func
+def called_name(node: ast.AST | None) -> str:
+    """Return the last part of what a call calls; "" for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def receiver(node: ast.AST | None) -> ast.expr | None:
+    """Return what a method is called on: `a.b` in `a.b.step()`; None for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.value if isinstance(function, ast.Attribute) else None
+
+
+def keywords(call: ast.Call) -> dict[str | None, ast.expr]:
+    """Return the keyword arguments of a call by name; those of `**options` under None."""
+    return {keyword.arg: keyword.value for keyword in call.keywords}
+
+
+def constant(node: ast.AST | None) -> object:
+    """Return the value of a constant; None for anything else."""
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def arguments(call: ast.Call, names: Iterable[str]) -> dict[str, ast.expr] | None:
