@@ -66,6 +66,7 @@ class Modules:
 
     def __init__(self, paths: Iterable[Path] = ()) -> None:
         self._paths = {os.path.abspath(path): path for path in paths}
+        self._words = {word for path in self._paths for word in os.path.splitext(path)[0].split(os.sep)}
         self._known: dict[tuple[str, str], tuple[Path, list[str]] | None] = {}
 
     def find(self, name: str, importer: Path) -> tuple[Path, list[str]] | None:
@@ -85,6 +86,8 @@ class Modules:
             for _ in range(level - 1):
                 here = os.path.dirname(here)
             return self._below(here, [part for part in parts if part])
+        if parts[0] not in self._words:  # most imports: not of this tree
+            return None
         while True:
             for base in (here, os.path.join(here, "src")):
                 match = self._below(base, parts)
