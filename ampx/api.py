@@ -57,7 +57,7 @@ def unscale(opt: Any) -> None:
 
 
 def clip_grad_norm(opt: Any, max_norm: float) -> Any:
-    """Clip the true gradients: see `Amp.clip_grad_norm`."""
+    """Clip the unscaled gradients: see `Amp.clip_grad_norm`."""
     return sessions.find("clip_grad_norm", opt).clip_grad_norm(opt, max_norm)
 
 

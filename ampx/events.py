@@ -100,7 +100,7 @@ class PrecisionLost(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """How far training is, every so many steps: sent only while somebody logs, see `ampx.log_to`.
+    """How far training is, every so many steps: sent only while a logger is attached, see `ampx.log_to`.
 
     Attributes:
         skipped: Skipped steps of the loss scale so far, in this process; in JAX, since the state was made.
@@ -114,7 +114,7 @@ class Progress(Event):
 
 @dataclass(frozen=True)
 class UpdateMetered(Event):
-    """What the meter saw of an update, every hundredth step: sent only while somebody logs, see `opt.meter`.
+    """What the meter saw of an update, every hundredth step: sent only while a logger is attached, see `opt.meter`.
 
     Attributes:
         lost: Share of the elements with a gradient whose weight did not change.

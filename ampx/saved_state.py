@@ -52,7 +52,7 @@ def has_schema(data: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def refuse_session_state(state: object, call: str) -> None:
-    """Raise where an optimizer is told to load the state of a session.
+    """Raise where an optimizer is asked to load the state of a session.
 
     Args:
         state: What was passed.

@@ -127,7 +127,7 @@ class LossScaleState:
 
 
 def is_one(config: LossScale) -> bool:
-    """Return whether a loss scale is 1 for ever, so that there is nothing to multiply or divide."""
+    """Return whether a loss scale is always 1, so that nothing is multiplied or divided."""
     return not config.dynamic and config.init_scale == 1.0
 
 

@@ -65,7 +65,7 @@ class ScaleLoss(Generic[LossT]):
         self._optimizers = optimizers
         self._loss_id = loss_id
         self._casting: AbstractContextManager[Any] | None = None
-        # Whose bodies run; they are left one by one.
+        # Members whose bodies run; they are left one by one.
         self._entered: list[tuple[WrappedOptimizer, Member, Region]] = []
         # Other optimizers, which the backward may reach without being asked to.
         self._watched: Sequence[tuple[WrappedOptimizer, Any]] = ()

@@ -265,7 +265,7 @@ class Amp:
             handle.ampx_unscale()
 
     def clip_grad_norm(self, opt: Any, max_norm: float) -> Any:
-        """Unscale if not done, clip the true gradients by their global L2 norm.
+        """Unscale if not done, clip the unscaled gradients by their global L2 norm.
 
         Args:
             opt: The wrapped optimizer.
@@ -938,7 +938,7 @@ class Sessions:
     """The active sessions of this process, one a framework: the only global state of ampx."""
 
     def __reduce__(self) -> str:
-        """Copy and pickle it as the one that there is."""
+        """Copy and pickle to the same object."""
         return "sessions"
 
     def __init__(self) -> None:
@@ -1016,7 +1016,7 @@ class Sessions:
             group.ledger.pace(group)
 
     def note_group(self, group: ScaleGroup) -> None:
-        """Have a loss scale report as often as somebody asks, now or later."""
+        """Have a loss scale report at the interval that loggers ask for, now or later."""
         group.intervals = self.intervals
         self._groups.add(group)
 

@@ -1,6 +1,11 @@
 """Sphinx configuration."""
 
+import ast
+from pathlib import Path
+
 import ampx
+
+ROOT = Path(__file__).parents[1]
 
 project = "ampx"
 author = "The ampx authors"
@@ -26,3 +31,28 @@ nitpick_ignore_regex = [
 
 html_theme = "furo"
 html_title = f"ampx {release}"
+
+
+def _module_tables(app, docname, source):
+    """Fill the page of modules from their docstrings, so that there is no second list to keep."""
+    if docname != "reference/modules":
+        return
+    lines = []
+    for package in (ROOT / "ampx", *sorted((ROOT / "backends").iterdir())):
+        paths = [path for path in sorted(package.rglob("*.py")) if "_template" not in str(path)]
+        rows = [(path.relative_to(ROOT), first_line(path)) for path in paths]
+        table = [f"| `{path}` | {line} |" for path, line in rows if line]
+        if table:
+            lines += ["", f"## {package.name}", "", "| module | what it holds |", "| --- | --- |", *table]
+    source[0] += "\n".join(lines) + "\n"
+
+
+def first_line(path):
+    """Return the first paragraph of a module's docstring on one line, as a cell of a table."""
+    documentation = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return documentation.split("\n\n")[0].replace("\n", " ").replace("|", "/")
+
+
+def setup(app):
+    """Register what is generated."""
+    app.connect("source-read", _module_tables)

@@ -84,7 +84,7 @@ class ReferenceScale:
         self.members: list[ReferenceOptimizer] = []
         self.steps = 0
         self._oracles = {0: Oracle(self.config)}
-        # Who tells of it, finiteness by loss id, scale, norm.
+        # The member that reports it, finiteness by loss id, scale, norm.
         self._window: list[tuple[ReferenceOptimizer | None, dict[int, bool], float, float | None]] = []
 
     def oracle(self, loss_id: int) -> Oracle:
@@ -152,7 +152,7 @@ class ReferenceScale:
         self.close()
 
     def step_without_gradients(self, member: ReferenceOptimizer) -> None:
-        """Note a step that is not counted; of those before it nobody tells any more."""
+        """Note a step that is not counted; those before it are no longer reported."""
         row = self.oracle(0).row
         self._window = [
             (None if other is member else other, finite, scale, norm) for other, finite, scale, norm in self._window
@@ -229,7 +229,7 @@ class ReferenceOptimizer:
         self.scaled[loss_id] = total([self.scaled.get(loss_id, self._none()), arriving], len(self.weights))
 
     def sum(self) -> tuple[Gradients, dict[int, bool]]:
-        """Return the true gradients, and by loss id whether they are finite."""
+        """Return the unscaled gradients, and by loss id whether they are finite."""
         finite, parts = dict(self.finite), []
         for loss_id, gradients in self.scaled.items():
             part = quotient(gradients, self.carried[loss_id])
@@ -247,7 +247,7 @@ class ReferenceOptimizer:
         self.scaled, self.extra, self.phase = {}, self._none(), "unscaled"
 
     def clip(self, max_norm: float | None, max_value: float | None) -> float | None:
-        """Clip true gradients by value, then by norm; return the norm before that, NaN after an overflow."""
+        """Clip unscaled gradients by value, then by norm; return the norm before that, NaN after an overflow."""
         gradients = self.extra if self.true is None else self.true
         norm = None
         if not all(self.sum()[1].values()):
@@ -300,7 +300,7 @@ class ReferenceOptimizer:
             ]
 
     def drop(self, left: Gradients) -> None:
-        """Forget the gradients, but not that some are pending: nobody told the wrapper."""
+        """Forget the gradients, but not that some are pending: the wrapper was not asked."""
         self.scaled, self.extra = {}, self._none()
         if self.true is None:
             self.extra = left

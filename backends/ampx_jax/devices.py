@@ -14,7 +14,7 @@ _INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 
 
 def describe(name: str) -> Device:
-    """Describe a device; `"auto"` is the one that JAX itself prefers."""
+    """Describe a device; `"auto"` is the device that JAX itself prefers."""
     if name not in ("auto", "cpu", "cuda"):
         raise _unsupported(name)
     try:

@@ -205,7 +205,7 @@ _Bounds = dict[int, list[tuple[Scope, list[Any]]]]
 
 
 def _named_scopes(mode: Mode, jaxpr: Any) -> tuple[_Bounds, _Bounds]:
-    """Return what goes into each `jax.named_scope` of a function and comes out, by the place of the operation.
+    """Return inputs and outputs of each `jax.named_scope` of a function, by the place of the operation.
 
     Parameters do not count: what the function receives at the outermost level.
     """

@@ -36,7 +36,7 @@ def make(params: Any, plan: CastPlan) -> Any:
 
 
 def followed(masters: Any, params: Any) -> Any:
-    """Return the copies, and the parameter's own value where somebody has written one since the last step.
+    """Return the copies, and the parameter's own value where it was written since the last step.
 
     Raises:
         ProtocolError: There are no parameters, or they are float32.

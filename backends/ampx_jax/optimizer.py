@@ -24,7 +24,7 @@ from .state import AmpState, DisabledState, Settings
 
 
 class Update:
-    """The update function of a wrapped transformation: a type of its own, so that it is recognised."""
+    """The update function of a wrapped transformation, with a type of its own by which ampx recognises it."""
 
     def __init__(self, update: Callable[..., Any], inner: optax.GradientTransformation, group: ScaleGroup) -> None:
         self._update = update
@@ -274,7 +274,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
-    """Clip true gradients by value, then by global L2 norm; return them and the norm before, or None.
+    """Clip unscaled gradients by value, then by global L2 norm; return them and the norm before, or None.
 
     The norm is float32, and infinite only where float32 cannot hold it.
     """

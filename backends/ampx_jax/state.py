@@ -121,7 +121,7 @@ class Numbers(NamedTuple):
 
     @property
     def loss_scale(self) -> LossScaleState:
-        """The part that the specification speaks of."""
+        """The part that the specification defines."""
         return LossScaleState(*self[: len(_LOSS_SCALE)])
 
     def packed(self) -> Any:
@@ -317,7 +317,7 @@ def find_all(tree: Any) -> list[AmpState | DisabledState]:
 
 
 def _check_surroundings(tree: Any) -> None:
-    """Refuse what must not stand around a wrapped transformation, because an overflow would end training for good.
+    """Refuse transformations that must not enclose a wrapped one: after an overflow they would never update again.
 
     Raises:
         UnsupportedByBackendError: Something around it keeps overflows from it, stores scaled gradients, or gets some of
@@ -463,7 +463,7 @@ class StateHandle(Handle):
             scale=numbers.step_scale,
             next_scale=numbers.scale,
             consecutive_skips=numbers.consecutive_skips,
-            # A step that was not applied has no norm. Under vmap there are several, and under a trace nobody knows yet.
+            # A step that was not applied has no norm. Under vmap there are several; under a trace it is not known yet.
             grad_norm=None if numbers.applied is False else self._grad_norm,
         )
 
@@ -568,7 +568,7 @@ class StateHandle(Handle):
 
 
 def _is_counted(tree: Any) -> bool:
-    """Return whether what stands around the state of a disabled session counts an update; under a trace, True.
+    """Return whether the transformation around a disabled session's state counts an update; under a trace, True.
 
     The state itself does not tell: flax nnx and `optax.MultiSteps` put the new arrays into the old structure.
     """

@@ -95,13 +95,13 @@ def _round(value: Any, dtype: str) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def rounded_input(value: Any, dtype: str) -> Any:
-    """Return a value rounded to a dtype, in the one that it has; its gradient passes as it is."""
+    """Round a value to a dtype and keep its own; its gradient passes unchanged."""
     return _round(value, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def rounded_output(value: Any, dtype: str) -> Any:
-    """Return a value rounded to a dtype, in the one that it has, and so is its gradient."""
+    """Round a value and its gradient to a dtype, and keep their own."""
     return _round(value, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Who stands around the calls of blocks: `gluon.Block.__call__` is replaced while there is somebody."""
+"""Interceptors of block calls: `gluon.Block.__call__` is replaced while there are any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gluon trainer whose whole being is another trainer's: beside it, or in its place."""
+"""A gluon trainer that delegates everything to another: beside it, or in its place."""
 
 from __future__ import annotations
 

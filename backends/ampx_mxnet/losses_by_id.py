@@ -43,7 +43,7 @@ class LossMixer:
         return by_loss
 
     def put_aside(self, trainer: Any, adding: list[Any]) -> None:
-        """Take true gradients off the parameters, for a loss that is about to make its own."""
+        """Take unscaled gradients off the parameters before the backward of another loss."""
         self._aside = [
             (parameter, place, data._fresh_grad, gradient.copy())
             for parameter in gradients.parameters(trainer)

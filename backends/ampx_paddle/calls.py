@@ -1,4 +1,4 @@
-"""Who stands around the calls of layers: `paddle.nn.Layer.__call__` is replaced while there is somebody."""
+"""Interceptors of layer calls: `paddle.nn.Layer.__call__` is replaced while there are any."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _former_names() -> dict[str, str]:
 
 
 def options(plan: CastPlan) -> dict[str, Any]:
-    """Return what `auto_cast` is told of a plan."""
+    """Return the arguments of `auto_cast` for a plan."""
     allow, deny = _operators(plan.allow), _operators(plan.deny) - {EVERYTHING_ELSE}
     deny |= (LOSSES if plan.level in ("O2", "O3") else _OVERLOOKED) - allow
     return {

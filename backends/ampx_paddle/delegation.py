@@ -1,4 +1,4 @@
-"""A Paddle optimizer whose whole being is another optimizer's."""
+"""A Paddle optimizer that delegates everything to another."""
 
 from __future__ import annotations
 

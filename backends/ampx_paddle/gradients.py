@@ -71,7 +71,7 @@ def unscale(owners: Sequence[paddle.Tensor], scale: float) -> Finding:
 
 
 class Finding:
-    """What a test of gradients found: it stays on the device until somebody asks, and is read once."""
+    """The result of a test of gradients: it stays on the device until asked for, and is read once."""
 
     def __init__(self, overflows: Sequence[paddle.Tensor], squares: paddle.Tensor | None = None) -> None:
         """Put scalars together: true for what is not finite, and a sum of squares to be read along."""

@@ -39,7 +39,7 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
 
 
 def watch_backward(loss: paddle.Tensor, scaled: paddle.Tensor) -> Callable[[], bool | None]:
-    """Return what says through which of the two a backward went."""
+    """Return a function that returns through which of the two a backward went."""
     loss.retain_grads()
     scaled.retain_grads()
 

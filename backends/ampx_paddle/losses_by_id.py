@@ -29,7 +29,7 @@ class LossMixer:
         self.finite[loss_id] = finite and self.finite.get(loss_id, True)
 
     def put_aside(self, optimizer: Any, loss_id: int) -> None:
-        """Take the true gradients off the parameters, for a loss that is about to make its own."""
+        """Take the unscaled gradients off the parameters before the backward of another loss."""
         self.loss_id = loss_id
         # Copies: backward may write into the memory of a gradient that it made before.
         self._aside = [(parameter, gradient_of(parameter).detach().clone()) for parameter in collect(optimizer)]

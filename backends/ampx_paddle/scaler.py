@@ -1,4 +1,4 @@
-"""Paddle's GradScaler, spoken to as ever, with the loss scale of wrapped optimizers underneath."""
+"""Paddle's GradScaler, with its usual methods, over the loss scale of wrapped optimizers."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class GraphLedger(Ledger):
             group.steps = int(self.value("steps") or 0)
 
     def events(self, group: ScaleGroup) -> Iterator[Event]:
-        """Return the events of the last run, once; nobody sends them otherwise. Sync: some on an accelerator."""
+        """Return the events of the last run, once: nothing else sends them. Sync: some on an accelerator."""
         steps = int(self.value("steps") or 0)
         if steps == self._sent:
             return

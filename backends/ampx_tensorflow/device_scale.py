@@ -265,7 +265,7 @@ class VariableLedger(Ledger):
                     _take_over(member, slots, next_scale, int(skips))
 
     def pace(self, group: ScaleGroup) -> None:
-        """Look as often as somebody wants to hear. Sync: one; two more if traces made steps."""
+        """Look at the interval that listeners ask for. Sync: one; two more if traces made steps."""
         history.look()
 
     def look(self, group: ScaleGroup) -> None:

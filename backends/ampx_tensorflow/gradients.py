@@ -106,7 +106,7 @@ def finite(grads: Sequence[Any]) -> Any:
 
 
 def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) -> tuple[list[Any], Any]:
-    """Clip true gradients by value, then by global L2 norm; return them and the norm before, or None.
+    """Clip unscaled gradients by value, then by global L2 norm; return them and the norm before, or None.
 
     Rows of `IndexedSlices` that name one row twice are added up first: their sum is what is clipped. The norm is
     float32, and infinite only where float32 cannot hold it.

@@ -84,7 +84,7 @@ class ScaledGradient:
         return watched(loss)
 
     def was_taken(self) -> bool | None:
-        """Return whether something differentiated the product; None where nobody watched."""
+        """Return whether something differentiated the product; None where it was not watched."""
         if self._taken or self._brings:
             return self._taken
         if not (self._traced or self._watched):
@@ -94,7 +94,7 @@ class ScaledGradient:
 
 @tf.custom_gradient
 def _opaque(loss: Any, scale: Any) -> Any:
-    """Return a product whose derivative nobody may take: its gradients would carry another scale than the step's."""
+    """Return a product that must not be differentiated: its gradients would carry another scale than the step's."""
 
     def derivative(upstream: Any) -> Any:
         raise ProtocolError(
@@ -138,7 +138,7 @@ def watch_derivative(scale: Any) -> None:
 
 
 def watch_backward(loss: Any, scaled: Any) -> Callable[[], bool | None]:
-    """Return what says whether `scaled` was differentiated: gradients that come otherwise are those of `loss`."""
+    """Return a function that returns whether `scaled` was differentiated; other gradients are those of `loss`."""
     answer: Callable[[], bool | None] = scaled.gradient.was_taken
     return answer
 

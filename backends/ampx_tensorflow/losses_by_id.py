@@ -64,7 +64,7 @@ class LossesByPlace:
         attach(scale, Bringer(optimizer, mixer, loss_id))
 
     def begin_without_body(self, member: Member) -> None:
-        """Note a loss of id 0 whose gradients nobody brings to another scale.
+        """Note a loss of id 0 whose gradients are not rescaled.
 
         Raises:
             ProtocolError: It is not the first loss of its step.
@@ -206,7 +206,7 @@ class Bringer:
 
     @property
     def optimizer(self) -> LedgerOptimizer | None:
-        """Whose gradients these are; None once it is gone."""
+        """The optimizer of these gradients; None once it is gone."""
         return self._optimizer()
 
     def owns(self, variable: Any) -> bool | None:

@@ -96,7 +96,7 @@ class TrainedVariable(LowPrecisionVariable):
     master: Any
 
     def _exact(self) -> Any:
-        """Return the master, and where somebody wrote `value` itself, what was written."""
+        """Return the master, or what was written to `value` itself."""
         low, master = self._value, self.master._value
         return tf.where(tf.cast(master, low.dtype) == low, master, tf.cast(low, tf.float32))
 

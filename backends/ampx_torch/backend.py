@@ -105,7 +105,7 @@ class TorchBackend(ampx.Backend):
                 return loss.view_as(loss)
             scale = _scalar(scale)
         elif scale.device != loss.device:
-            # A copy to the host must be waited for: nobody else would before the product is taken.
+            # A copy to the host must be waited for before the product is taken.
             scale = scale.to(device=loss.device, non_blocking=loss.device.type != "cpu")
         return loss * scale
 

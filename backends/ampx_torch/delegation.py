@@ -1,4 +1,4 @@
-"""A torch optimizer whose whole being is another optimizer's: beside it, or in its place.
+"""A torch optimizer that delegates everything to another: beside it, or in its place.
 
 A wrapper that delegates is a second object; a trainer, a scheduler or a dictionary made before it would go on
 stepping the first. `take_over` makes the user's own object the wrapper, and what it was lives on in a twin of its

@@ -23,7 +23,7 @@ EPSILON: Final = 1e-6
 
 
 class Folded(NamedTuple):
-    """What a fused kernel is told."""
+    """The arguments of a fused kernel."""
 
     divisor: torch.Tensor | None  # of the gradients: a float32 scalar tensor; None where they are true as they are
     # A float32 flag on the device that makes the kernel change nothing; None where the host knows.
@@ -32,7 +32,7 @@ class Folded(NamedTuple):
 
 
 def accepts(optimizer: torch.optim.Optimizer, gradients: Sequence[list[torch.Tensor]]) -> bool:
-    """Return whether nobody sees gradients between the check and the kernel, and the kernel divides them."""
+    """Return whether no code sees gradients between the check and the kernel, and the kernel divides them."""
     # Not `_step_supports_amp_scaling`, which copies and loaded checkpoints do not have, or have for no reason.
     if not all([group.get("fused") for group in optimizer.param_groups]):
         return False

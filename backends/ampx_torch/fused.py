@@ -134,7 +134,7 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def complete_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Start the momentum of parameters whose first gradient comes later than that of others.
+    """Start the momentum of parameters whose first gradient comes after the first step.
 
     Native defect: the kernel of fused SGD takes the momentum of all parameters or of none, and raises a TypeError.
 

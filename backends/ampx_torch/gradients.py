@@ -204,7 +204,7 @@ def any_flag(flags: Sequence[torch.Tensor]) -> torch.Tensor:
 def clip(
     parameters: Iterable[torch.nn.Parameter], max_norm: float | None, max_value: float | None, overflow: Any = None
 ) -> torch.Tensor | None:
-    """Clip true gradients in place by value, then by global L2 norm; return the norm before.
+    """Clip unscaled gradients in place by value, then by global L2 norm; return the norm before.
 
     Gradients on a CPU are clipped as torch clips them, bit for bit. Elsewhere the norm is taken in float64, because
     nobody could look without waiting whether a norm in float32 is infinite though the gradients are finite.
@@ -241,7 +241,7 @@ def clip(
 
 
 def reads_free(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether nobody waits for a device to look at these: they are on the CPU."""
+    """Return whether all tensors are on the CPU, so that reading them waits for no device."""
     return all([tensor.is_cpu for tensor in tensors])
 
 

@@ -42,7 +42,7 @@ class LossMixer:
             _expect_no_gradients(owner)
 
     def before(self, owner: AmpOptimizer, loss_id: int) -> None:
-        """Put true gradients aside where the coming ones would not go with them."""
+        """Put unscaled gradients aside where the coming ones cannot be added to them."""
         member = owner.ampx_member
         if self._new_evaluation:
             self._new_evaluation = False

@@ -1,4 +1,4 @@
-"""Steps of optimizers that nobody wrapped, while a session scales losses: what is certainly a mistake is said.
+"""Steps of optimizers that were not wrapped, while a session scales losses: what is certainly a mistake is reported.
 
 They are seen by one step hook of the process, which is there only as long as such a session is, or a model that
 `prepare` put in low precision without its optimizer. It looks at dtypes and at how often tensors were written, never at

@@ -27,7 +27,7 @@ def definitions(path):
 
 def test_every_path_that_it_names_exists():
     named = set(re.findall(r"`((?:ampx|backends)/[\w/.]*)`", PAGE))
-    assert len(named) > 100
+    assert len(named) > 40
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
@@ -38,11 +38,11 @@ def test_every_hop_is_a_function_or_class_of_the_module_before_it():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_module_has_a_line_that_says_what_its_first_line_says(path):
-    documentation = ast.get_docstring(ast.parse(path.read_text()))
-    if not documentation:
+def test_every_module_says_what_it_holds_in_its_first_line(path):
+    if not ast.get_docstring(ast.parse(path.read_text())):
         assert path.name == "__init__.py", "say in the first line what the module holds"
         assert not path.read_text().strip(), "say in the first line what the package holds"
-        return
-    first = documentation.split("\n\n")[0].replace("\n", " ").replace("|", "/")
-    assert f"| `{path.relative_to(ROOT).as_posix()}` | {first} |\n" in PAGE
+
+
+def test_the_page_can_be_read_at_one_sitting():
+    assert len(PAGE.split()) <= 2500

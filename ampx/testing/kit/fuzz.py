@@ -122,7 +122,7 @@ BOUNDS = st.sampled_from(
 WHICH = st.integers(0, 2)
 SUBSETS = st.sets(WHICH, min_size=1, max_size=3)
 LOSS_IDS = st.sampled_from([0, 0, 0, 1, 2])
-# A turn of a training loop: losses with their ids, what comes before the step, and whether gradients are cleared.
+# One pass of a training loop: losses with their ids, calls before the step, and whether gradients are cleared.
 TURN = st.tuples(
     st.lists(st.tuples(SLOPES, LOSS_IDS), min_size=1, max_size=3),
     st.sampled_from(["nothing", "nothing", "nothing", "unscale", "clip"]),
@@ -306,7 +306,7 @@ class Training(RuleBasedStateMachine):
         if any(trainee.doubtful and set(trainee.reference.carried) - {loss_id} for trainee in receivers):
             return False  # with several losses nobody can say whose gradients these are
         transparent = not self.amp.enabled or any(not reference.scale.enabled for reference in references)
-        # An optimizer of a disabled session is a raw one: nobody looks after what a scaled loss does to it.
+        # An optimizer of a disabled session is a raw one: ampx does not watch what a scaled loss does to it.
         reached = [trainee for trainee in reached if transparent or trainee.reference.scale.enabled] or receivers
         cleared = [
             reference
@@ -357,7 +357,7 @@ class Training(RuleBasedStateMachine):
         return body != "raises after"
 
     def _body(self, body: str, receivers: list[Trainee], loss_id: int, transparent: bool) -> str:
-        """Return what happens in the body: what was drawn, or what makes sense here."""
+        """Return the action of the body: the one drawn, or a legal one in its place."""
         mixes = any(set(trainee.reference.carried) - {loss_id} for trainee in receivers)
         if body == "raises after" and (mixes or not self.implicit):
             return "raises before"
@@ -419,7 +419,7 @@ class Training(RuleBasedStateMachine):
     def _refusals(
         self, receivers: list[Trainee], loss_id: int, transparent: bool
     ) -> tuple[type[Exception] | None, type[Exception] | None]:
-        """Return the error that `scale_loss` must raise, and the one that it may raise."""
+        """Return two errors of `scale_loss`: one that it must raise, and one that it may raise."""
         references = [trainee.reference for trainee in receivers]
         if not self.active:
             return ampx.NotInitializedError, None
@@ -432,7 +432,7 @@ class Training(RuleBasedStateMachine):
             return ampx.UnsupportedByBackendError, None
         if self.values:
             return None, None
-        # Who was unscaled without any gradients may be taken for cleared, and then carries no scale.
+        # An optimizer unscaled without gradients may count as cleared, and then carries no scale.
         carrying = [
             reference for reference in references if reference.phase == "scaled" or any(elements(reference.true or []))
         ]
@@ -481,12 +481,12 @@ class Training(RuleBasedStateMachine):
                 self.implicit and all(factor and not 1 < factor < 2.0**30 for factor in factors)
             )
             return wish if alike and not plain and reference.is_small else _triple(0.25)
-        # Zeros that nobody scaled say nothing: they may be taken for no gradients.
+        # Zeros that were never scaled may count as no gradients.
         return wish if any(elements(wish)) or not plain else _triple(0.5)
 
     @rule(which=WHICH, behind=st.booleans())
     def clear(self, which: int, behind: bool) -> None:
-        """Clear gradients: by the wrapped optimizer, or behind its back, as `model.zero_grad()` does."""
+        """Clear gradients: by the wrapped optimizer, or on the parameters, as `model.zero_grad()` does."""
         trainee = self._one(which)
         # With several losses the first was perhaps looked at already: what is then told of it is not promised.
         if behind and self.implicit and not trainee.reference.mixed:
@@ -580,7 +580,7 @@ class Training(RuleBasedStateMachine):
                 assert not math.isfinite(measured_norm)
 
     def _looks(self, trainee: Trainee, look: Callable[[], object]) -> bool:
-        """Call what unscales; return whether there are true gradients now."""
+        """Call what unscales; return whether there are unscaled gradients now."""
         reference = trainee.reference
         if not self.active:
             self._refused(ampx.NotInitializedError, look)
@@ -593,7 +593,7 @@ class Training(RuleBasedStateMachine):
         return False
 
     def _check_gradients(self, trainee: Trainee) -> None:
-        """Compare true gradients with what hangs on the parameters."""
+        """Compare unscaled gradients with those on the parameters."""
         reference = trainee.reference
         if not all(reference.sum()[1].values()):
             return  # frameworks differ in what they leave of an overflow

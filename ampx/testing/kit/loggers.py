@@ -53,7 +53,7 @@ class LogTests(KitTests):
         }
 
     def test_a_log_ends_with_its_session(self) -> None:
-        """Nothing comes after that, and no step sends `Progress` where nobody logs."""
+        """Nothing comes after that, and no step sends `Progress` without a logger."""
         amp = self.start(CONFIG)
         drawn: list[int] = []
         log = ampx.log_to(lambda values, step: drawn.append(step), every=1)

@@ -14,7 +14,7 @@ class VerbTests(KitTests):
     """Verbs that have a default, which refuses."""
 
     def test_the_verbs_of_what_is_declared_are_written(self) -> None:
-        """A declared ability whose verb still refuses is told by the verb's name, before anything runs."""
+        """A declared capability whose verb still refuses is named by its verb, before anything runs."""
         kind = type(self.backend)
         for ability, names in self._wanted():
             for name in names:

@@ -49,7 +49,7 @@ class _Installed:
 
 
 class _State:
-    """The one thing that can be installed in a process, and those who need it."""
+    """The casting that can be installed in a process once, and its users."""
 
     installed: _Installed | None = None
     session: CastPlan | None = None
@@ -184,7 +184,7 @@ def _uninstall(installed: _Installed) -> None:
     accumulation.unfollow()
     reading.unfollow()
     for module, name, original, ours in installed.replaced:
-        # Unless somebody replaced it once more, and owns it.
+        # Unless it was replaced once more by other code, which owns it.
         if ours is None or vars(module).get(name) is ours:
             setattr(module, name, original)
     for name, value in installed.flags.items():

@@ -23,7 +23,7 @@ _NAMES: Final = {
     "FullyConnected": "fully_connected",
     "RNN": "rnn",
 }
-# The dtype in which the calling thread computed last, for those who look at float32 outputs.
+# The dtype in which the calling thread computed last, for code that looks at float32 outputs.
 computed: Final = threading.local()
 
 

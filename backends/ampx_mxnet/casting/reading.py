@@ -1,4 +1,4 @@
-"""NumPy reads an array in bfloat16 as float32, as long as casting is installed: nobody asked for such arrays by hand.
+"""NumPy reads bfloat16 arrays as float32 while casting is installed: scripts did not ask for such arrays.
 
 Native defect: NumPy has no bfloat16, so MXNet gives it bits. `asnumpy().astype("float32")`, as in MXNet's own metrics,
 makes 15817 of 0.098.

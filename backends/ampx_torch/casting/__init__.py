@@ -1,4 +1,4 @@
-"""Casting in PyTorch: torch's own autocast, without what goes wrong when it is on for the whole process.
+"""Casting in PyTorch: torch's own autocast, without its defects when it is on for the whole process.
 
 The flags of autocast are kept by thread. ampx sets them with torch's setters and keeps the weight cache off:
 nothing would ever empty it, so that training would go on with the weights of the first step. Inside an

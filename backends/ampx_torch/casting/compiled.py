@@ -17,7 +17,7 @@ _AS_FORWARD: Final = ("same_as_forward", "default")
 
 
 class _Thread(threading.local):
-    """Who wants the option, and what it was when first asked: torch keeps it by thread, and asking takes long."""
+    """The users of the option, and its first value: torch keeps it by thread, and reading it is slow."""
 
     users: int = 0
     asked: bool = False

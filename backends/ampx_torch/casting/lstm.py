@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 class _Installed:
-    """The plans that the kernel is installed for, and the one that has had its warning."""
+    """The plans that the kernel is installed for, and the plan that has warned."""
 
     def __init__(self) -> None:
         self.plans: list[CastPlan] = []
@@ -82,7 +82,7 @@ def uninstall(plan: CastPlan) -> None:
 def _needed(plan: CastPlan) -> bool:
     if plan.device != _DEVICE or not hasattr(torch.ops.aten, "mkldnn_rnn_layer") or computable(DTYPES[plan.dtype]):
         return False
-    # Who denies the operation computes it in float32 already, and gets float32.
+    # Where the operation is denied, it is computed in float32 already, and returns float32.
     return not isinstance(plan, TorchPlan) or ("deny", _OPERATION) not in plan.operations
 
 

@@ -17,7 +17,7 @@ _lock = threading.Lock()
 
 
 class _Installed:
-    """Who wants the rules, and what undoes them."""
+    """The users of the rules, and the functions that undo them."""
 
     def __init__(self) -> None:
         self.users: list[TorchPlan] = []

@@ -1,4 +1,4 @@
-"""The loss scale of steps that a CUDA graph replays: what a step changes lies in the same memory for ever.
+"""The loss scale of steps that a CUDA graph replays: what a step changes keeps its address.
 
 A replayed step runs no Python. So the whole state of the scale is on the device, moves by the specification itself,
 and every step is logged there. The host reads the log when someone asks, and then sends the events.

@@ -74,7 +74,7 @@ class MasterWeights:
         self._versions = None if self._warned else self._versions_now()
 
     def check_writes(self) -> None:
-        """Warn where somebody wrote to the model's gradients instead, of which the step takes no notice; once."""
+        """Warn, once, where the model's gradients were written instead, which the step does not read."""
         versions, self._versions = self._versions, None
         if versions is not None and versions != self._versions_now():
             self._warned = True

@@ -92,7 +92,7 @@ class TrainerScaler:
     # -- what trainers call of a GradScaler ----------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> ScaledLoss:
-        """Return what has the loss's backward, and nothing else: nobody sees a scaled loss by mistake."""
+        """Return an object with the loss's backward only, so that no code sees a scaled loss by mistake."""
         return ScaledLoss(self, loss)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
