@@ -44,7 +44,7 @@ class PaddleHarness(Harness):
     converts_to = "bfloat16" if devices.programs_compute_bfloat16() else None
     returns_low = False  # on a CPU
     clears_to_zero, copies, guards_raw_steps, watches_others = True, ("deepcopy",), True, True
-    watches_true = True
+    watches_true, shares_parameters = True, True
 
     def __init__(self):
         paddle.set_device(self.device)
