@@ -45,7 +45,7 @@ class Slots(abc.ABC):
 
     @abc.abstractmethod
     def divide(self, gradients: Sequence[Any], divisor: Scalar) -> None:
-        """Divide gradients in place. Sync: none."""
+        """Divide gradients in place."""
 
     def keep(self, scale: Scalar) -> Scalar:
         """Return a scale as it is now; a copy where it moves in place."""
