@@ -175,6 +175,7 @@ class GenericOptimizer(WrappedOptimizer):
         self._unscaled: Unscaled | None = None
         self._norm: Any = None
         self._brought: Scalar = None  # the scale that gradients which were there already were brought to
+        self._skipped = False  # the last step was, and its gradients were not cleared by the wrapper
         self._live()
 
     def _live(self) -> None:
@@ -317,6 +318,7 @@ class GenericOptimizer(WrappedOptimizer):
 
     def _skip(self) -> None:
         """Leave the weights as they are; a framework may have more to do."""
+        self._skipped = self._implicit
 
     def _close(self, finite: dict[int, bool]) -> None:
         """Note the outcome by loss id and move the loss scale; the norm is read by `last_step`, not here."""
@@ -330,14 +332,23 @@ class GenericOptimizer(WrappedOptimizer):
         self.ampx_member.finish_empty()
 
     def ampx_check_backward(self, loss_id: int) -> None:
-        """Raise where the backend refuses to divide gradients that are there before a window."""
+        """Raise where gradients that are there before a window cannot be divided, or are those of a skipped step."""
         grads = self._backend.gradients(self.optimizer) if self._implicit and self.ampx_member.stage == "idle" else None
-        if not _is_empty(grads):
-            self._backend.unscale(grads, 1.0)
+        if _is_empty(grads):
+            return
+        finite = self._backend.unscale(grads, 1.0).finite
+        if self._skipped and not finite:
+            raise ProtocolError(
+                "scale_loss was called while gradients of a skipped step hang on the parameters; they are not finite, "
+                "and what is added to them will not be; accepted: cleared gradients. Call opt.zero_grad() first."
+            )
 
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
         """Bring gradients that are there before a window to its scale: the step before left them true."""
         if self._implicit and self.ampx_member.stage == "idle":
+            if self._skipped:
+                self.ampx_check_backward(loss_id)
+                self._skipped = False
             self._check_divided_once(self._backend.gradients(self.optimizer), scale)
             self._divide(1.0 / scale)
             self._brought = scale
@@ -376,6 +387,7 @@ class GenericOptimizer(WrappedOptimizer):
         if self._implicit:
             self._backend.zero_gradients(self.optimizer)
         self._unscaled = self._norm = None
+        self._skipped = False
         self.ampx_member.end_clear()
 
     def ampx_unscale(self) -> None:
@@ -407,6 +419,14 @@ class GenericOptimizer(WrappedOptimizer):
         self._norm = norm if self._norm is None else self._norm
         member.end_change()
         return norm
+
+    def ampx_is_cleared(self) -> bool:
+        """Return whether unscaled gradients were cleared, and not by this wrapper."""
+        return self._implicit and _is_empty(self._backend.gradients(self.optimizer))
+
+    def ampx_notice_cleared(self) -> None:
+        """Forget them: a step skipped by hand."""
+        self.zero_grad()
 
     def _needs_implicit(self, call: str) -> None:
         if not self._implicit:

@@ -418,8 +418,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return all(parameter.grad_req == "null" for parameter in self.trainer._params)
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether the next backward overwrites true gradients."""
-        return not self._mixer.active and not self._adding()
+        """Return whether the next backward overwrites unscaled gradients, or all that add are zeros.
+
+        Sync: one a gradient that adds, until one is not.
+        """
+        return not self._mixer.active and not gradients.any_nonzero(self._adding())
 
     def ampx_notice_cleared(self) -> None:
         """Forget them: a step skipped by hand."""

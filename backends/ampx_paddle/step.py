@@ -43,6 +43,7 @@ _MADE_ANEW: Final = ("optimizer", "_mixer", "_guard", "_writes", "_meter")  # fo
 _OWN: Final = frozenset(
     (
         *("ampx_member", "_backend", "_plan", "_max_grad_norm", "_max_grad_value", "_unscaled", "_norm", "_brought"),
+        "_skipped",
         *(*_MADE_ANEW, "__weakref__"),
     )
 )
