@@ -492,6 +492,8 @@ class Member:
             NestedScaleError: A `scale_loss` body is still running.
             ProtocolError: A call was interrupted.
         """
+        if self.stage in ("scaled", "unscaled"):
+            return
         if self.stage == "idle" and self._region is None:
             raise NotScaledError(
                 "the gradients did not go through scale_loss since the last step; dividing them by the loss scale "
