@@ -241,6 +241,8 @@ class GenericOptimizer(WrappedOptimizer):
         Sync: as the backend's `unscale`.
         """
         member = self.ampx_member
+        if member.observers:
+            member.begin_step(self)
         grads = self._collect(grads)
         if not member.group.enabled:
             self._apply(self._clip(grads))
@@ -309,8 +311,8 @@ class GenericOptimizer(WrappedOptimizer):
     def _look_again(self) -> Unscaled:
         """Test true gradients that hang on parameters once more: somebody may have written to them since."""
         grads, finite = self._backend.gradients(self.optimizer), bool(self._pending.unscaled.finite)
-        self._pending.unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
-        return self._pending.unscaled
+        unscaled = self._pending.unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
+        return unscaled
 
     def _check(self, unscaled: Unscaled) -> tuple[Any, dict[int, bool]]:
         """Return the true gradients, and by loss id whether they are finite. Sync: one where that is on the device."""

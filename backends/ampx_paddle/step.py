@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import paddle
@@ -88,8 +87,9 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         are_scaled = weakref.WeakMethod(self._are_scaled)
         self._guard = StepGuard(member, lambda: (ask := are_scaled()) is not None and ask())
         plan = options["plan"]
-        self._meter = HostMeter("float32" if plan is None else plan.dtype)
+        self._meter = HostMeter("float32" if plan is None else plan.dtype, meter_samples)
         super().__init__(backend, optimizer, member, options)
+        member.observers = (self._meter,)
         member.mixes = False
         if member.group.enabled:
             _living.add(self)
@@ -137,7 +137,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         if closure is not None:
             with paddle.enable_grad():
                 loss = closure()
-        self._meter.step(self.ampx_member, super().step, partial(meter_samples, self.optimizer))
+        super().step()
         return loss
 
     def _refuse_static_graphs(self) -> None:
@@ -476,7 +476,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
                 f"into it and amp.state_dict() into the session."
             ) from error
         options = {"plan": self._plan, "max_grad_norm": self._max_grad_norm, "max_grad_value": self._max_grad_value}
-        new = memo[id(self)] = type(self)(self._backend, raw, copy.deepcopy(self.ampx_member, memo), options)
+        backend: Any = self._backend
+        new = memo[id(self)] = type(self)(backend, raw, copy.deepcopy(self.ampx_member, memo), options)
         new.ampx_member.end_clear()
         return new
 
