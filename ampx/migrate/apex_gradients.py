@@ -102,7 +102,7 @@ class Findings:
 
 
 class GradientReaders:
-    """Plans what makes gradients true in time, and the end of `master_params`."""
+    """Plans where gradients are unscaled before they are read, and what replaces `master_params`."""
 
     def __init__(self, plan: Plan, regions: dict[ast.AST, ast.expr], initialized: list[ast.Call]) -> None:
         """Take the `scale_loss` blocks, each with the expression of its optimizers, and the calls of `initialize`."""
@@ -166,7 +166,7 @@ class GradientReaders:
     # -- what has to be inserted -----------------------------------------------------------------------------
 
     def _insertions(self, clips: set[ast.Call], masters: set[ast.Call]) -> set[Unscale] | None:
-        """Return what makes all gradients true in time; None where a clip is reached without a block before it."""
+        """Return the calls of `ampx.unscale` to insert; None where a clip is reached without a block before it."""
         inserted: set[Unscale] = set()
         for root in self._roots():
             for optimizer in self._optimizers(root):
@@ -192,7 +192,7 @@ class GradientReaders:
         return any([self.program.load(call.func) for call in calls])
 
     def _roots(self) -> list[ast.AST]:
-        """Return the functions and modules that somebody outside starts, and that lead to a block."""
+        """Return the functions and modules that are started from outside, and that lead to a block."""
         roots = [root for root in self._reached if not isinstance(root, FUNCTIONS) or self._is_started_outside(root)]
         below: set[ast.AST] = set()
         for root in roots:
@@ -428,7 +428,7 @@ class _Walk:
     # -- going -----------------------------------------------------------------------------------------------
 
     def _look(self, root: ast.AST, unscales: set[Unscale]) -> Findings:
-        """Go through a root as often as it changes something: nobody knows how often it is called."""
+        """Go through a root as often as it changes something: how often it is called is not known."""
         self._findings = Findings()
         self._unscales = {}
         for unscale in unscales:
@@ -572,7 +572,7 @@ class _Walk:
         return worlds
 
     def _hands_over_a_reader(self, name: ast.Name) -> bool:
-        """Return whether a name is a function that looks at gradients, and is given to somebody who may call it."""
+        """Return whether a name is a function that looks at gradients, and is passed to a function that may call it."""
         place, outer = self._flow.place(name), self._program.parent(name)
         passed = isinstance(outer, ast.keyword) or (isinstance(outer, ast.Call) and name is not outer.func)
         if place is None or not passed:
