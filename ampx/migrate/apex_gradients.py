@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from ampx.syntax.flow import Place
-from ampx.syntax.program import FUNCTIONS, Function, called_name, decided, dotted
+from ampx.syntax.program import FUNCTIONS, Function, called_name, constant, decided, dotted
 
 from .edits import Plan
 from .report import NeedsHumanError
@@ -314,16 +314,11 @@ class GradientReaders:
     def may_look(self, call: ast.Call) -> bool:
         """Return whether a call may look at gradients, as far as names and arguments tell."""
         function = call.func
-        if self.is_named_for_gradients(function):
-            return True
-        if any(isinstance(value, ast.Constant) and value.value == "grad" for value in call.args):
+        if self.is_named_for_gradients(function) or any(constant(value) == "grad" for value in call.args):
             return True
         if self.program.qualified(function) or self.flow.called(call) is not None:
             return False
-        root: ast.AST = function
-        while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        place = self.flow.place(root)
+        place = self.flow.place(_root(function))
         bindings = self.flow.bindings.get(place, []) if place is not None else []
         values = [binding.value for binding in bindings if binding.value is not None]
         if any(self.looks_at_gradients(inner) for value in values for inner in ast.walk(value)):
@@ -333,10 +328,19 @@ class GradientReaders:
         if called_name(call) in self.readers:
             return True
         # A callback gets the model. Methods that get it save or validate it, if they are not named for gradients.
-        return not isinstance(function, ast.Attribute) and any(
-            self.flow.place(value) in self.models or (isinstance(value, ast.Call) and called_name(value) in _MODELS)
-            for value in (*call.args, *(keyword.value for keyword in call.keywords))
-        )
+        return not isinstance(function, ast.Attribute) and self._gets_model(call)
+
+    def _gets_model(self, call: ast.Call) -> bool:
+        """Return whether a call is passed a model or its parameters."""
+        passed = (*call.args, *(keyword.value for keyword in call.keywords))
+        return any(self.flow.place(value) in self.models or called_name(value) in _MODELS for value in passed)
+
+
+def _root(node: ast.AST) -> ast.AST:
+    """Return the name that a chain of attributes, indices and calls begins with."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
 
 
 def elements(optimizers: ast.expr) -> list[ast.expr]:
