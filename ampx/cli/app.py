@@ -141,7 +141,7 @@ _SEED = typer.Option(help="What the random numbers of every run start from.")
 _OWN = typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
 
 
-# `--help` lists the commands in the order in which they stand here: what most users came for goes first. It keeps the
+# `--help` lists the commands in this order: the most wanted first. It keeps the
 # line ends of all paragraphs but the first, so those lines are short.
 # What follows the script's name is the script's: parsing stops there.
 @app.command("run", context_settings={"allow_interspersed_args": False})
@@ -176,7 +176,7 @@ def run_script(
     log_every: Annotated[int, typer.Option(min=1, help="Steps between two rows of --log.")] = 100,
     stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
 ) -> None:
-    """Train an unedited script in mixed precision, and tell what happened when it ends."""
+    """Train an unedited script in mixed precision, and report what happened when it ends."""
     from ampx.run import RunSettings
     from ampx.run.command import RunRequest, StartProgram, check_report
     from ampx.run.program import Program

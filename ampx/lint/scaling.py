@@ -217,7 +217,7 @@ def _unwrapped_in_float16(script: Script) -> Iterator[Place]:
             if _applies_unscaled(script, events, step):
                 yield (
                     step.node,
-                    f"`{step.subject}.step()` applies gradients that were computed in float16 of a loss that nobody "
+                    f"`{step.subject}.step()` applies gradients that were computed in float16 of a loss that was not "
                     f"scaled: those below 6e-8 are 0; call `ampx.wrap_optimizer({step.subject})`, and backward in the "
                     "block of `ampx.scale_loss`",
                 )

@@ -1,4 +1,4 @@
-"""Some files of one program: what stands around each node, and what each name stands for, across imports."""
+"""Some files of one program: the nodes around each node, and what each name means, across imports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IMPORTS: Final = re.compile(
 
 @dataclass(frozen=True)
 class Definition:
-    """What gives a name its value."""
+    """A place where a name gets its value."""
 
     node: ast.AST  # the name, parameter, function, class or import
     imported: str | None = None  # for an import, the full name of what is imported
