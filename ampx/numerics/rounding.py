@@ -11,7 +11,7 @@ import numpy as np
 from ampx.backend import Array, Direction, Stats, Watching
 
 from .formats import FORMATS
-from .watching import NUMBERS, Log, Reduced, stride
+from .watching import NUMBERS, Log, Reduced, sample_slices
 
 
 def round_to(values: Any, dtype: str) -> Array:
@@ -62,7 +62,7 @@ def describe(values: Any, dtype: str = "float16") -> Stats:
 def sample(values: Any, samples: int) -> Array:
     """Return at most so many elements as float32: those at multiples of `ceil(elements / samples)`, row by row."""
     flat = np.asarray(values).reshape(-1)
-    return flat[:: stride(flat.size, samples)].astype(np.float32)
+    return flat[sample_slices([flat.size], samples)[0]].astype(np.float32)
 
 
 class HostLog(Log):
@@ -70,7 +70,7 @@ class HostLog(Log):
 
     def __init__(self, watching: Watching) -> None:
         """Start empty."""
-        super().__init__(watching, list, np.concatenate)
+        super().__init__(watching, list, list)
 
     def note(
         self,
@@ -89,7 +89,7 @@ class HostLog(Log):
             operation: "" for a module.
             direction: Of the pass.
             dtype: Of the value.
-            value: Numbers of any shape; likewise each of the inputs.
+            value: Numbers of any shape, of several tensors one after the other; likewise each of the inputs.
             inputs: What the module or operation received.
             seconds: How long the call took.
         """
@@ -100,7 +100,7 @@ class HostLog(Log):
         entry.value.append(self._reduced(value))
         entry.inputs += map(self._reduced, inputs)
         if self.watching.samples:
-            entry.samples.append(sample(value, self.watching.samples))
+            entry.samples[0] = sample(value, self.watching.samples)
 
     def _reduced(self, values: Any) -> Reduced:
         stats = describe(values, self.watching.dtype)

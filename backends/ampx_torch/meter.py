@@ -13,7 +13,7 @@ from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.watching import stride
 
 from .debug import name_parameters
-from .numerics.reductions import Limits, stored
+from .numerics.reductions import stored
 
 if TYPE_CHECKING:
     from .step import AmpOptimizer
@@ -73,7 +73,7 @@ class UpdateMeter:
         sample.after = _sampled(sample.parameters)
         sample.skipped = overflow if isinstance(overflow, torch.Tensor) else None
         self._last = sample
-        flushes = Limits.of(self._compute).flushes
+        flushes = FORMATS[self._compute].flushes_to
         self._counts = []
         for device, gradient in sample.gradients.items():
             magnitude = gradient.float().abs()

@@ -9,14 +9,15 @@ from typing import Any, Final
 
 import ampx
 from ampx.backend import CastPlan, Replayed, Step, Watching
+from ampx.modules import FORCES, WATCHERS, CallInterceptors, Names, last_match
 from ampx.numerics.rounding import HostLog, describe, round_to
-from ampx.numerics.watching import FORCES, WATCHERS, Calls, Log, Names, last_match
+from ampx.numerics.watching import Log
 from toy import framework
 from toy.framework import FLOATING, CastingState, Module, Tensor
 from toy.verbs import ToyVerbs, casting_of
 
 # Who stands around the calls of modules.
-calls: Final = Calls(
+calls: Final = CallInterceptors(
     lambda: framework.around_modules.append(calls.run), lambda: framework.around_modules.remove(calls.run)
 )
 
