@@ -11,7 +11,7 @@ import numpy as np
 from ampx.backend import Array, Direction, Stats, Watching
 
 from .formats import FORMATS
-from .watching import NUMBERS, Log, Reduced, sample_slices
+from .watching import NUMBERS, Entry, Log, Reduced, sample_slices
 
 
 def round_to(values: Any, dtype: str) -> Array:
@@ -89,20 +89,27 @@ class HostLog(Log):
             operation: "" for a module.
             direction: Of the pass.
             dtype: Of the value.
-            value: Numbers of any shape, of several tensors one after the other; likewise each of the inputs.
+            value: Numbers of any shape; likewise each of the inputs.
             inputs: What the module or operation received.
             seconds: How long the call took.
         """
         if not self.watching.watches(where[0]):
             return
-        entry = self.add(*where, operation, direction)
-        entry.dtype, entry.seconds = dtype, seconds
-        entry.value.append(self._reduced(value))
-        entry.inputs += map(self._reduced, inputs)
-        if self.watching.samples:
-            entry.samples[0] = sample(value, self.watching.samples)
+        entry = self.add(*where, operation, direction, [np.size(value)])
+        entry.seconds = seconds
+        entry.inputs += map(self.reduced, inputs)
+        self.put(entry, 0, dtype, value)
 
-    def _reduced(self, values: Any) -> Reduced:
+    def put(self, entry: Entry, place: int, dtype: str, values: Any) -> None:
+        """Count the numbers of the tensor at a place of a value, and keep what belongs to the value's sample."""
+        entry.dtype = entry.dtype or dtype
+        entry.value.append(self.reduced(values))
+        if entry.sampled:
+            flat = np.asarray(values, np.float32).reshape(-1)
+            entry.samples[place] = flat[entry.sampled[place]]
+
+    def reduced(self, values: Any) -> Reduced:
+        """Count the numbers of a tensor."""
         stats = describe(values, self.watching.dtype)
         numbers = {name: float(getattr(stats, name)) for name in NUMBERS}
         numbers["smallest"] = numbers["smallest"] or math.inf

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ampx.backend import Array, Direction, Reading, Stats, Watching
@@ -134,7 +135,7 @@ class GradientLog:
 
     def __init__(self, log: Log, module: str, kind: str, operation: str = "", sizes: Sequence[int] = ()) -> None:
         """Start empty; for the arguments see `Log.add`."""
-        self._add = lambda: log.add(module, kind, operation, "backward", sizes)
+        self._add = partial(log.add, module, kind, operation, "backward", sizes)
         self._entry: Entry | None = None
         self._places: set[int] = set()
         self._lock = threading.Lock()
