@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ampx
-from ampx.backend import Backend
+from ampx.backend import Backend, offer
 from ampx.plugins import default_registry
 from ampx.policy import OptLevel
 
@@ -87,10 +87,10 @@ def capabilities(name: str) -> dict[str, Any]:
 
 def has_demo(name: str) -> dict[str, Any]:
     """Return whether a backend can be loaded and has a trainer for the demo."""
-    from .demo import trainer_of
+    from .demo import Demo
 
     try:
-        trainer_of(default_registry().load(name))
+        offer(default_registry().load(name), Demo)
     except ampx.AmpxError:
         return {"demo": False}
     return {"demo": True}
@@ -98,11 +98,11 @@ def has_demo(name: str) -> dict[str, Any]:
 
 def demo(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train as `ampx demo --framework` does; return the report and the warnings about precision."""
-    from .demo import trainer_of
+    from .demo import Demo
     from .demo_command import train
 
     try:
-        trainer_of(default_registry().load(name))
+        offer(default_registry().load(name), Demo)
     except ampx.UnsupportedByBackendError as error:
         return {"refused": str(error)}
     except Exception as error:

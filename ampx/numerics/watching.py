@@ -1,4 +1,4 @@
-"""What a region of `Backend.watch` notes: readings whose numbers are still on the device, and samples of values."""
+"""What a region of `Probe.watch` notes: readings whose numbers are still on the device, and samples of values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-from ampx.backend import Array, Direction, Reading, Stats, Watching
+from ampx.backend import Array
+
+from .probe import Direction, Reading, Stats, Watching
 
 # Of one tensor: its elements, and what `Log.read` makes the numbers of NUMBERS of.
 Reduced: TypeAlias = tuple[int, Any]

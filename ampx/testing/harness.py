@@ -26,6 +26,7 @@ class Harness(abc.ABC):
         returns_low: What `ampx.convert` returns can return the low dtype (`keep_io=False`).
         clears_to_zero: Clearing leaves gradients of zeros, not none.
         copies: How optimizers of the framework can be copied: "deepcopy", "pickle".
+        closures: `opt.step(closure)` works.
         guards_raw_steps: Stepping the raw optimizer while scaled gradients are pending raises `RawStepError`.
         watches_others: What a loss leaves on parameters of optimizers that it was not scaled for comes out true, or
             is refused; elsewhere the user clears it.
@@ -42,6 +43,7 @@ class Harness(abc.ABC):
     returns_low: ClassVar[bool] = True
     clears_to_zero: ClassVar[bool] = False
     copies: ClassVar[tuple[str, ...]] = ()
+    closures: ClassVar[bool] = False
     guards_raw_steps: ClassVar[bool] = False
     watches_others: ClassVar[bool] = False
     watches_true: ClassVar[bool] = False
@@ -168,7 +170,7 @@ class Harness(abc.ABC):
             The model (or its parameters where these are a value), a function that takes it and returns the loss: the
             sum of the outputs, in float32; and the names of the modules that multiply.
         """
-        raise NotImplementedError(f"{type(self).__name__}.chain: wanted because watches, forces or replays is declared")
+        raise NotImplementedError(f"{type(self).__name__}.chain: wanted because the probe is offered")
 
     def fork(self, inputs: Sequence[float]) -> tuple[Any, Callable[[Any], Any], str] | None:
         """Make a float32 model in which a named module returns two tensors; None where no module can.
@@ -187,7 +189,7 @@ class Harness(abc.ABC):
 
     def model_state(self, model: Any) -> Any:
         """Read weights, gradients and buffers of a model, and the random state, as something that `==` compares."""
-        raise NotImplementedError(f"{type(self).__name__}.model_state: wanted because replays is declared")
+        raise NotImplementedError(f"{type(self).__name__}.model_state: wanted because the probe is offered")
 
     def shipped(self, weights: Sequence[float], norm: bool = False) -> tuple[Any, list[str]]:
         """Make a float32 model for `ampx.convert`, in training mode: layers as in `chain`, which returns their outputs.
@@ -200,15 +202,15 @@ class Harness(abc.ABC):
         Returns:
             The model, and the names of the layers, that of the normalization last.
         """
-        raise NotImplementedError(f"{type(self).__name__}.shipped: wanted because converts is declared")
+        raise NotImplementedError(f"{type(self).__name__}.shipped: wanted because the converter is offered")
 
     def batch(self, inputs: Sequence[float]) -> Any:
         """Make a batch for the model of `shipped`: rows of one number each."""
-        raise NotImplementedError(f"{type(self).__name__}.batch: wanted because converts is declared")
+        raise NotImplementedError(f"{type(self).__name__}.batch: wanted because the converter is offered")
 
     def stored(self, model: Any, layer: str) -> set[str]:
         """Name the dtypes of a layer's floating weights, running statistics included, in `shipped` or converted."""
-        raise NotImplementedError(f"{type(self).__name__}.stored: wanted because converts is declared")
+        raise NotImplementedError(f"{type(self).__name__}.stored: wanted because the converter is offered")
 
     def called(self, model: Any, batch: Any) -> Any:
         """Call a converted model."""
@@ -236,7 +238,7 @@ class Harness(abc.ABC):
 
 
 class ValueHarness(Harness):
-    """A framework whose optimizer state is a value (`state_values`): optimizers are pure functions of it."""
+    """A framework whose optimizer state is a value (the verb `state_handle`): optimizers are pure functions of it."""
 
     @abc.abstractmethod
     def init(self, opt: Any, parameters: list[Any]) -> Any:

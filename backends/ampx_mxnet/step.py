@@ -10,8 +10,9 @@ import math
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from ampx.backend import GenericBackend
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
 from ampx.numerics.host_meter import HostMeter
@@ -29,9 +30,6 @@ from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook
 from .losses_by_id import LossMixer
 from .low_precision import low_parameters
-
-if TYPE_CHECKING:
-    from .backend import MXNetBackend
 
 # What is the wrapper's own; everything else is read and set on the raw trainer.
 _OWN: Final = frozenset(
@@ -66,7 +64,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     _reduced: bool
     _true: bool
 
-    def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
+    def __init__(self, backend: GenericBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
         self.trainer = trainer
         self.ampx_member = member
         self._backend = backend

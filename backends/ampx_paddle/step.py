@@ -6,11 +6,11 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import paddle
 
-from ampx.backend import CastPlan, Unscaled
+from ampx.backend import CastPlan, GenericBackend, Unscaled
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
 from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
@@ -37,9 +37,6 @@ from .gradients import (
 from .guard import StepGuard
 from .losses_by_id import LossMixer, drop_gradients, refuse_unmixable
 from .writes import Writes
-
-if TYPE_CHECKING:
-    from .backend import PaddleBackend
 
 _MADE_ANEW: Final = ("optimizer", "_mixer", "_guard", "_writes", "_meter")  # for a copy
 # What is the wrapper's own; everything else is read and set on the raw optimizer.
@@ -84,7 +81,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         ampx_member: Its place in the protocol.
     """
 
-    def __init__(self, backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+    def __init__(self, backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         super().__init__(backend, optimizer, member, options)
         self._attach()
 

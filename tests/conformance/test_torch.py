@@ -34,6 +34,7 @@ class Twice(torch.nn.Module):
 class TorchHarness(Harness):
     framework, plugin, device = "torch", "ampx_torch", "cpu"
     dtype: ClassVar[Any] = "bfloat16"
+    closures = True
     copies, guards_raw_steps, watches_others = ("deepcopy", "pickle"), True, True
 
     def tensor(self, values, dtype):
