@@ -190,8 +190,8 @@ class WatchTests(PrecisionTests):
         fork = self.subject.fork([float(value) for value in inputs])
         if fork is None:
             pytest.skip(f"the harness of {self.subject.framework} has no module that returns several tensors")
-        *_, name = fork
-        _, readings = self.see((), (), watching=Watching(samples=4), chain=fork)
+        model, step, name = fork
+        _, readings = self.see((), (), watching=Watching(samples=4), chain=(model, step, [name]))
         expected = sample(np.concatenate([inputs, 2 * inputs]), 4)
         np.testing.assert_array_equal(only(readings, name).sample, expected)
         gradients = sample(np.repeat(np.float32([1.0, 3.0]), len(inputs)), 4)
