@@ -69,7 +69,7 @@ def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
     if backend is None:
         return answer
     try:
-        answer["capabilities"] = describe_capabilities(backend)
+        answer["capabilities"], answer["offers"] = describe_capabilities(backend), list(backend.offers)
         answer["devices"], answer["absent"] = _devices(backend)
         answer["init"] = _init(name, backend)
     except Exception as error:
@@ -80,7 +80,8 @@ def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
 def capabilities(name: str) -> dict[str, Any]:
     """Return what a backend declares."""
     try:
-        return {"capabilities": describe_capabilities(default_registry().load(name))}
+        backend = default_registry().load(name)
+        return {"capabilities": describe_capabilities(backend), "offers": list(backend.offers)}
     except ampx.AmpxError as error:
         return {"error": str(error)}
 

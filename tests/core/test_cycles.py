@@ -25,7 +25,6 @@ KNOWN = {
             "apex.amp.scaler",
         ): "the state of apex.amp holds its scalers, which scripts reach from both ends",
     },
-    "ampx_jax": {("", "backend", "demo"): "the demo is a user's script, which imports the package"},
     "ampx_paddle": {("run.manager", "run.static"): RUN_TYPES},
     "ampx_tensorflow": {
         (
@@ -40,7 +39,6 @@ KNOWN = {
     "ampx_torch": {
         ("closures", "losses_by_id", "meter", "step"): STEP_TYPES,
         ("run.manager", "run.modules", "run.native", "run.operations"): RUN_TYPES,
-        ("backend", "run", "run.backward"): "the automation patches a verb of the backend, which offers it",
     },
 }
 

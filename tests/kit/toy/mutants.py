@@ -266,6 +266,8 @@ MUTANTS: Final[list[Mutant]] = [
     room("AutomatesNothing", ToyAutomation, automate=lambda self, run: nullcontext()),
     room("KeepsTheSession", ToyAutomation, automate=lambda self, run: ToyAutomation.automate(stays(run))),
     # Backends that do what they do not declare.
+    verbs("ClaimsBackward", ExplicitToy, capabilities=replace(ExplicitToy.capabilities, sees_backward=True)),
+    verbs("OffersWhatIsNone", offers={**Toy.offers, "probes": ToyProbe}),
     verbs("QuietOpLists", ExplicitToy, check_plan=lambda self, plan: plan),
     verbs("QuietClipping", BareToy, clip=lambda self, grads, max_norm, max_value: (grads, 1.0)),
     verbs("QuietBackward", ExplicitToy, watch_backward=lambda self, loss, scaled: lambda: None),
