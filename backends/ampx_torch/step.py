@@ -113,6 +113,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.mixer = LossMixer()
         self.provenance = Provenance(_SLOTS)
         self._meter = UpdateMeter(self._compute)
+        self.ampx_member.observers = (self._meter,)
         self.checked: dict[int, Any] = {}
         self.revealed = False
         self._norm: Any = None
@@ -175,7 +176,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if not gradients and (self.process_group is None or member.stage == "idle"):
             self._close_empty()
             return loss
-        sample = self._meter.begin(self)
+        if member.observers:
+            member.begin_step(self)
         folded = self._fold(gradients) if self._max_norm is not None or self.gradients.reads_fast else None
         if folded is None:
             if member.stage == "scaled":
@@ -191,10 +193,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if folded is None and self._clips:
                 self.clip()
             self.apply(overflow, folded)
-            if sample is not None:
-                self._meter.end(self, sample, overflow)
         self.close(self.checked)
-        self._meter.tell(self)
         return loss
 
     # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
