@@ -153,6 +153,12 @@ class WrappedOptimizer(Handle):
         """Undo `ampx_before_backward` after a body that raised."""
 
 
+class NotCopied:
+    """State of a wrapper that belongs to the running process: a copy of the wrapper makes its own."""
+
+    __slots__ = ()
+
+
 class PendingGradients:
     """What is known of the gradients that wait for a step, beyond their stage.
 

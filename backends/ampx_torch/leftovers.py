@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ampx.errors import ProtocolError
+from ampx.optimizer import NotCopied
 
 from .gradients import any_nonzero, unscale_
 
@@ -24,7 +25,7 @@ Sight: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, int]
 Note: TypeAlias = tuple[weakref.ref[torch.Tensor], int | None, Any]
 
 
-class Leftovers:
+class Leftovers(NotCopied):
     """What is noted of one optimizer's gradients: `notes`, by the parameter's id, is empty nearly always."""
 
     def __init__(self) -> None:
