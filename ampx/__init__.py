@@ -41,7 +41,10 @@ def _homes() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name.startswith("__") or name not in _homes():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_homes()[name]}", __name__)
+    from .rooms import parts_needed
+
+    with parts_needed(f"ampx.{name}"):
+        module = importlib.import_module(f".{_homes()[name]}", __name__)
     value = module if name == "debug" else getattr(module, name)
     globals()[name] = value
     return value

@@ -29,19 +29,11 @@ from .backend import (
     Backend as Backend,
     Capabilities as Capabilities,
     CastPlan as CastPlan,
-    Conversion as Conversion,
-    Converted as Converted,
     Device as Device,
     GenericBackend as GenericBackend,
     LossInfo as LossInfo,
-    Reading as Reading,
-    Replayed as Replayed,
-    Stats as Stats,
     Unscaled as Unscaled,
-    Watch as Watch,
-    Watching as Watching,
 )
-from .debug import trace_overflow as trace_overflow
 from .errors import (
     AlreadyScaledError as AlreadyScaledError,
     AlreadyWrappedError as AlreadyWrappedError,
@@ -98,6 +90,14 @@ from .foreign_states import import_state as import_state
 from .loggers.log import Log as Log, log_to as log_to
 from .numerics.compare import Comparison as Comparison, compare as compare
 from .numerics.diagnose import Diagnosis as Diagnosis, diagnose as diagnose
+from .numerics.overflow import trace_overflow as trace_overflow
+from .numerics.probe import (
+    Reading as Reading,
+    Replayed as Replayed,
+    Stats as Stats,
+    Watch as Watch,
+    Watching as Watching,
+)
 from .numerics.tune import TunedPolicy as TunedPolicy, tune as tune
 from .optimizer import WrappedOptimizer as WrappedOptimizer
 from .plugins import Register as Register, hookimpl as hookimpl
@@ -105,5 +105,6 @@ from .policy import Effective as Effective, Policy as Policy
 from .scale_state import LossScale as LossScale, LossScaleState as LossScaleState, next_state as next_state
 from .session import Amp as Amp, init as init
 from .shipping.convert import convert as convert
+from .shipping.converter import Conversion as Conversion, Converted as Converted
 
 __version__: str

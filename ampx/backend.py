@@ -1,22 +1,22 @@
 """The contract between ampx and a framework.
 
 A backend is stateless: it maps a handful of verbs onto the framework's own functions. What it can do
-beyond the abstract verbs it declares in `Capabilities`; what it does not declare raises
-`UnsupportedByBackendError`. The conformance kit `ampx.testing` tests both.
+beyond the abstract verbs it declares in `Capabilities`; what the features around core need of its framework, it offers
+as contracts of their own (`Contract`). What it neither declares nor offers raises `UnsupportedByBackendError`. The
+conformance kit `ampx.testing` tests all of it.
 """
 
 from __future__ import annotations
 
 import abc
-import time
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
-from .errors import InvalidOptionError, UnsupportedByBackendError, UnsupportedDeviceError
+from .errors import BackendLoadError, InvalidOptionError, UnsupportedByBackendError, UnsupportedDeviceError
 from .policy import Dtype, OptLevel
 from .protocol import Handle, Member
 from .scale_state import Scalar
@@ -27,9 +27,6 @@ Loss: TypeAlias = Any
 Grads: TypeAlias = Any
 Optimizer: TypeAlias = Any
 
-# Computes the loss of one batch: a scalar tensor of the framework, not scaled, from the model that it is passed.
-Step: TypeAlias = Callable[[Any], Any]
-Direction: TypeAlias = Literal["forward", "backward"]
 # A float32 array of NumPy, which every framework brings along and core never imports.
 Array: TypeAlias = Any
 
@@ -47,28 +44,11 @@ class Capabilities:
         autocast: `"scoped"`: a region. `"process"`: only for the whole process. `"explicit"`: the user
             applies a function transform. `"none"`: no casting.
         op_lists: `allow` and `deny` of `init` are honoured.
-        promotes: `promote_function` works: the verb `widest` is there.
         clipping: `max_grad_norm`, `max_grad_value` and `clip_grad_norm` work: the verb `clip`, or a wrapper's own.
-        master_weights: `prepare` for O2 gives the optimizer float32 copies.
         per_loss_scales: `scale_loss(…, loss_id=…)` accepts several ids for one optimizer.
-        closures: `opt.step(closure)` works.
-        sparse: Sparse gradients work.
         vector_losses: `scale_loss` takes losses of any shape, whose elements the framework's backward adds up.
         sees_backward: A step is refused where backward was called on the loss itself, in the block that scaled it:
             the verb `watch_backward`.
-        distributed: Finiteness is agreed on across processes.
-        device_scale: The scale can live on the device, so that a step need not sync.
-        traceable: Everything traces under the framework's compiler.
-        state_values: Optimizer state is a value that the user carries, and the loss scale is in it: calls take the
-            state where those of other backends take the wrapped optimizer.
-        names_gradients: The parameters with non-finite gradients can be named.
-        automates: `ampx run` trains scripts that know nothing of mixed precision: `automate` is there.
-        watches: The values of named modules can be read: the verb `watch`, on which `trace_overflow` stands.
-        forces: Named modules can be computed in a dtype of their own: the verb `force`, and entries `"module:name"`
-            of `deny`; with `op_lists` of `allow`, too.
-        replays: A batch can be computed again, with the same random numbers and without a step: the verb `replay`.
-        simulates: Dtypes that this device need not have, to which `force` can round values: `"float8_e4m3"`, ….
-        converts: Trained models can be converted for inference in low precision: the verbs `convert` and `infer`.
     """
 
     devices: tuple[str, ...] = ("cpu",)
@@ -77,25 +57,10 @@ class Capabilities:
     gradients: Literal["implicit", "explicit"] = "implicit"
     autocast: Literal["scoped", "process", "explicit", "none"] = "none"
     op_lists: bool = False
-    promotes: bool = False
     clipping: bool = False
-    master_weights: bool = False
     per_loss_scales: bool = False
-    closures: bool = False
-    sparse: bool = False
     vector_losses: bool = False
     sees_backward: bool = False
-    distributed: bool = False
-    device_scale: bool = False
-    traceable: bool = False
-    state_values: bool = False
-    names_gradients: bool = False
-    automates: bool = False
-    watches: bool = False
-    forces: bool = False
-    replays: bool = False
-    simulates: frozenset[str] = frozenset()
-    converts: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +74,6 @@ class Device:
         preferred: What `dtype="auto"` picks, or None for no mixed precision.
         reason: Why, in one sentence for `amp.effective` and `ampx doctor`.
         details: Further facts for `ampx doctor`.
-        simulated: What `force` rounds to on this device, beyond `Capabilities.simulates`.
     """
 
     name: str
@@ -118,7 +82,6 @@ class Device:
     preferred: Dtype | None = None
     reason: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
-    simulated: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -132,7 +95,7 @@ class CastPlan:
         allow: What to compute in `dtype` beyond the framework's own list.
         deny: What to compute in float32.
         scales: Whether the session scales losses, unless a wrapped optimizer has it otherwise.
-        float32_modules: Patterns of modules that core has `Backend.force` compute in float32 while the session lasts.
+        float32_modules: Patterns of modules that core has `Forcing.force` compute in float32 while the session lasts.
     """
 
     device: str
@@ -169,159 +132,23 @@ class Unscaled(NamedTuple):
     finite: Scalar
 
 
-@dataclass(frozen=True)
-class Watching:
-    """What to look at.
-
-    Attributes:
-        dtype: The dtype that `Stats.flushed` and `Stats.overflowed` are about, of `ampx.numerics.formats.FORMATS`.
-        modules: Patterns (`fnmatch`) of the names of modules; empty for all.
-        operations: Read every operation, too, not only modules.
-        samples: Keep up to so many elements of every value: those at multiples of `ceil(elements / samples)` in
-            row-major order, which are the same elements in every replay.
-        times: Measure how long the forward pass of each module takes.
-    """
-
-    dtype: str = "float16"
-    modules: tuple[str, ...] = ()
-    operations: bool = False
-    samples: int = 0
-    times: bool = False
-
-    def watches(self, module: str) -> bool:
-        """Return whether a module of this name is to be read."""
-        return not self.modules or any(fnmatchcase(module, pattern) for pattern in self.modules)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """The floating elements of one or several tensors, reduced on their device.
-
-    Attributes:
-        elements: How many there are.
-        nonfinite: How many are inf or NaN.
-        nan: How many are NaN.
-        zeros: How many are zero.
-        largest: Largest finite magnitude; 0.0 where there is none.
-        smallest: Smallest non-zero finite magnitude; 0.0 where there is none.
-        lowest: Smallest finite value; 0.0 where there is none.
-        flushed: How many finite elements other than zero the watched dtype rounds to zero (round to nearest even).
-        overflowed: How many finite elements it rounds to infinity, or to NaN where it has none.
-    """
-
-    elements: int = 0
-    nonfinite: int = 0
-    nan: int = 0
-    zeros: int = 0
-    largest: float = 0.0
-    smallest: float = 0.0
-    lowest: float = 0.0
-    flushed: int = 0
-    overflowed: int = 0
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One value of one call: the output of a module or an operation, or the gradient of that output.
-
-    Attributes:
-        module: Name of the module, with dots, as the framework names it within the model; "" for the model itself.
-            Of an operation: the innermost module that it ran in.
-        kind: Class of the module.
-        operation: Name of the operation as the framework has it; "" for a module.
-        direction: `"forward"`: the output. `"backward"`: for a module the gradient of its output; for an operation
-            what an operation of the backward pass returned.
-        call: How many calls of the same module (and operation) came before in this direction.
-        dtype: Of the value.
-        value: The value itself.
-        inputs: What the module or operation received: floating tensors, parameters included for operations only.
-            In direction backward empty for a module.
-        sample: Elements of the value as float32, one-dimensional; None where none were asked for.
-        seconds: Time of the call of a module, waiting for its device included; None where it was not asked for.
-        place: The line of the user's code that called the operation, as `"file:line"`, where that is known.
-    """
-
-    module: str
-    kind: str
-    operation: str
-    direction: Direction
-    call: int
-    dtype: str
-    value: Stats
-    inputs: Stats = field(default_factory=Stats)
-    sample: Array | None = None
-    seconds: float | None = None
-    place: str = ""
-
-
-class Watch(Protocol):
-    """What a region of `Backend.watch` yields."""
-
-    def readings(self) -> list[Reading]:
-        """Return what was seen so far, in order of execution. Sync: one a device."""
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """One batch, computed and differentiated without a step.
-
-    Attributes:
-        loss: The loss, not scaled, as float32.
-        gradients: By name of the parameter, its true gradient: divided by the scale in float32. A parameter that the
-            loss does not reach is missing.
-        parameters: By name, the values of every parameter that the optimizer would train.
-    """
-
-    loss: float
-    gradients: Mapping[str, Array]
-    parameters: Mapping[str, Stats]
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """How `Backend.convert` converts a model.
-
-    Attributes:
-        dtype: Of weights and computation; `"float32"` asks for a copy that computes what the model does.
-        deny: What stays in float32: `"module:pattern"` for names of modules (`fnmatch`), and what else the backend
-            takes.
-        keep_io: Floating outputs are float32, and inputs may be; False: floating outputs are of `dtype`.
-        batch: What the model is called with, for backends that trace it; None where no batch is at hand.
-    """
-
-    dtype: Dtype
-    deny: tuple[Any, ...] = ()
-    keep_io: bool = True
-    batch: Any = None
-
-
-class Converted(NamedTuple):
-    """What `Backend.convert` returns.
-
-    Attributes:
-        model: The converted model.
-        modules: Names of the modules that `deny` could keep in float32 and did not, those without others inside first.
-    """
-
-    model: Any
-    modules: tuple[str, ...]
-
-
 class Backend(abc.ABC):
     """One framework's verbs. Abstract here, final in plugins; holds no state.
 
-    Those of `GenericBackend` come on top where core itself steps the optimizers. What `ampx run` and `ampx demo` want
-    of a framework stands beside: the methods of `ampx.run.Automates` and `ampx.cli.demo.Demonstrates`.
+    Those of `GenericBackend` come on top where core itself steps the optimizers.
+
+    Attributes:
+        name: What `ampx.init(framework=…)` takes.
+        capabilities: What it can do.
+        optimizers: What `wrap_optimizer` takes, as its errors call it.
+        offers: By name of a `Contract`, the class that fulfils it: as `"module:class"`, imported on first use, or
+            itself.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
-    # What `wrap_optimizer` takes, as its errors call it.
     optimizers: ClassVar[str] = "one of the framework's optimizers"
-    # `watch` does not see the operations by which `force` rounds, where a dtype is simulated.
-    rounds_unseen: ClassVar[bool] = False
-    # `watch` runs uncompiled what trains compiled: the times of its readings say nothing about training.
-    watches_uncompiled: ClassVar[bool] = False
+    offers: ClassVar[Mapping[str, str | type[Contract]]] = {}
 
     @abc.abstractmethod
     def device(self, name: str) -> Device:
@@ -392,15 +219,16 @@ class Backend(abc.ABC):
     def check_plan(self, plan: CastPlan) -> CastPlan:
         """Check a plan without side effects; the result is what the other verbs receive.
 
-        By default, entries `"module:name"` of deny are forced into float32 where `forces` is declared.
+        By default, entries `"module:name"` of deny are forced into float32 where `Forcing` is offered.
 
         Raises:
             UnsupportedOpError: An entry of allow or deny cannot be honoured.
             UnsupportedByBackendError: There are entries and op lists are not supported at all.
         """
-        patterns = tuple(module_patterns(plan.deny)) if self.capabilities.forces else ()
+        forces = Forcing.name in self.offers
+        patterns = tuple(module_patterns(plan.deny)) if forces else ()
         if plan.allow or len(patterns) < len(plan.deny):
-            modules = ", beyond 'module:name' in deny" if self.capabilities.forces else ""
+            modules = ", beyond 'module:name' in deny" if forces else ""
             self.refuse(f"op lists (allow and deny{modules})")
         return replace(plan, float32_modules=patterns)
 
@@ -424,10 +252,7 @@ class Backend(abc.ABC):
         self.activate(plan)
 
     def widest(self, tree: Tree, at_least: Dtype) -> Dtype:
-        """Return the widest dtype among the floating leaves of a tree: float32 if any has it.
-
-        Declared as `capabilities.promotes`.
-        """
+        """Return the widest dtype among the floating leaves of a tree: float32 if any has it."""
         self.refuse("promote_function")
 
     def smallest(self, scales: Sequence[Scalar]) -> Scalar:
@@ -455,8 +280,9 @@ class Backend(abc.ABC):
     def state_handle(self, state: Any, call: str) -> Handle | None:
         """Return the handle of an optimizer state that holds the loss scale; None where optimizers are objects.
 
-        Required exactly where `capabilities.state_values`. What `wrap_optimizer` returns there is no `WrappedOptimizer`
-        but an optimizer whose states carry what `member.group` has: `config`, `enabled` and `index`.
+        Required exactly where optimizer states are values that the user carries. What `wrap_optimizer` returns there is
+        no `WrappedOptimizer` but an optimizer whose states carry what `member.group` has: `config`, `enabled` and
+        `index`.
 
         Args:
             state: What the user passed instead of a wrapped optimizer: the state, or anything that holds it.
@@ -485,7 +311,7 @@ class Backend(abc.ABC):
         if plan.level in ("O2", "O3"):
             self.refuse("prepare (levels O2 and O3)")
         if plan.float32_modules:
-            with self.force(model, dict.fromkeys(plan.float32_modules, "float32")):
+            with offer(self, Forcing).force(model, dict.fromkeys(plan.float32_modules, "float32")):
                 pass
         return model if optimizer is None else (model, optimizer)
 
@@ -493,134 +319,105 @@ class Backend(abc.ABC):
         """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one."""
         self.refuse("naming parameters with non-finite gradients")
 
-    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
-        """Return a region that reads the outputs of modules and the gradients of these outputs.
+    def refuse(self, capability: str) -> NoReturn:
+        """Raise for a call that needs a capability which is not declared, or a contract which is not offered."""
+        declared = [*sorted(name for name, value in vars(self.capabilities).items() if value is True), *self.offers]
+        raise UnsupportedByBackendError(
+            f"backend {self.name!r} does not support {capability}; it declares: "
+            f"{', '.join(declared) or 'no optional capability'}. Leave the call out, or use another framework."
+        )
 
-        It changes no value, no dtype and no random number, and compiled parts of the model are seen, too (run
-        uncompiled, if need be). Regions nest.
 
-        Args:
-            model: The model, or the parameters where these are a value (JAX); None for every model that this process
-                calls inside the region, named from the outermost module that is called. From the second such module
-                on, names begin with its class and a colon.
-            watching: What to look at.
+class Contract(abc.ABC):
+    """What one feature needs of a framework, beside `Backend`: offered by name, and loaded on first use.
 
-        Raises:
-            UnsupportedOpError: A pattern matches no module.
+    Abstract in the feature, final in plugins; holds no state but the backend that offers it.
 
-        Sync: not here; `Watch.readings` does.
-        """
-        self.refuse("watching modules")
+    Attributes:
+        name: Its key in `Backend.offers`.
+        feature: What is not supported where it is absent.
+    """
 
+    name: ClassVar[str]
+    feature: ClassVar[str]
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+
+class Forcing(Contract):
+    """The part of the probe that core calls: entries `"module:name"` of deny, where a backend has no way of its own."""
+
+    name: ClassVar[str] = "probe"
+    feature: ClassVar[str] = "forcing modules into a dtype"
+
+    @abc.abstractmethod
     def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
         """Return a region in which named modules compute in a dtype of their own, forward and backward.
 
         Their floating inputs are cast to it, and casting is off inside where it is float32, on where it is low. A
         module inside another obeys its own entry; what such a module returns has the dtype that it computed, unless
         casting is off around it and the framework does not mix dtypes: then it has that of its inputs. In a dtype of
-        `capabilities.simulates`, inputs, outputs and the gradients of outputs are rounded to that dtype, and kept in
+        `Probe.simulates`, inputs, outputs and the gradients of outputs are rounded to that dtype, and kept in
         the one they have.
 
         Args:
-            model: As for `watch`.
+            model: The model, or the parameters where these are a value (JAX); None for every model that this process
+                calls inside the region, named as `Probe.watch` does.
             dtypes: By pattern (`fnmatch`) of names of modules, the dtype; the last pattern that matches holds.
 
         Raises:
             UnsupportedOpError: A pattern matches no module; known at once where the model is passed, else not at all.
             UnsupportedDtypeError: It can neither compute in a dtype nor simulate it.
         """
-        self.refuse("forcing modules into a dtype")
 
-    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        """Compute the loss of a batch and its gradients, and leave everything as it was.
 
-        Random numbers, weights, buffers (such as running statistics) and pending gradients are put back afterwards, so
-        that the next replay draws the same masks and sees the same weights.
+# Contracts are passed as what makes one of a backend: mypy takes no abstract class as a `type`.
+Offered = TypeVar("Offered", bound=Contract)
 
-        Args:
-            model: As for `watch`, but not None.
-            step: Returns the loss of one batch, without a backward.
-            plan: How to cast; None computes in float32, whatever a session has switched on.
-            scale: What the loss is multiplied by before the backward.
 
-        Raises:
-            LossError: What `step` returned is no loss.
+def find_offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered | None:
+    """Return what a backend offers to a feature, importing it where that is new; None where it offers nothing.
 
-        Sync: several.
-        """
-        self.refuse("replaying a batch")
-
-    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        """Return a function that computes a batch and its gradients as training does, and returns the seconds it took.
-
-        A call leaves everything as `replay` does. What a replay does besides is not in the seconds, nor what training
-        does only once, such as compiling. The default times a replay as a whole.
-
-        Args:
-            model: As for `replay`.
-            step: As for `replay`.
-            plan: As for `replay`.
-
-        Sync: several a call.
-        """
-
-        def seconds() -> float:
-            began = time.perf_counter()
-            self.replay(model, step, plan)
-            return time.perf_counter() - began
-
-        return seconds
-
-    def convert(self, model: Any, conversion: Conversion) -> Converted:
-        """Return a copy of a trained float32 model for inference in low precision; the model stays as it is.
-
-        The copy is in inference mode and shares no memory with the model that either would write to. Normalization and
-        what is denied keep float32 weights and compute in float32; running statistics stay float32, integers as they
-        are, and tied weights tied.
-
-        Args:
-            model: The model; a function and its parameters where these are a value (JAX).
-            conversion: How.
-
-        Raises:
-            InvalidOptionError: It is no model that this backend converts, or needs a batch and got none.
-            UnsupportedDtypeError: The device of the model does not compute the dtype.
-            UnsupportedOpError: An entry of `deny` matches nothing.
-            ConversionError: The framework cannot convert it.
-        """
-        self.refuse("converting models for inference (ampx.convert)")
-
-    def infer(self, model: Any, batch: Any) -> Mapping[str, Array]:
-        """Call a converted model, and return its outputs by their places in what it returns, as NumPy arrays.
-
-        Floating outputs are float32. Nothing is differentiated.
-
-        Args:
-            model: What `convert` returned.
-            batch: A tuple holds positional arguments, a dict named ones; all else is the only argument.
-
-        Sync: one.
-        """
-        self.refuse("converting models for inference (ampx.convert)")
-
-    def seed(self, number: int) -> None:
-        """Seed the random numbers that the framework draws by itself; nothing where it draws none.
-
-        Args:
-            number: From 0 to 2**32 - 1.
-        """
-
-    def peak_memory(self) -> int | None:
-        """Return how many bytes were in use at most on the accelerator of this process; None where nothing counts."""
+    Raises:
+        BackendLoadError: What it names is no class that fulfils the contract.
+    """
+    wanted = cast("type[Offered]", contract)
+    place = backend.offers.get(wanted.name)
+    kind = _load(place) if isinstance(place, str) else place
+    if kind is None:
         return None
-
-    def refuse(self, capability: str) -> NoReturn:
-        """Raise for a call that needs a capability which is not declared."""
-        declared = sorted(name for name, value in vars(self.capabilities).items() if value is True)
-        raise UnsupportedByBackendError(
-            f"backend {self.name!r} does not support {capability}; it declares: "
-            f"{', '.join(declared) or 'no optional capability'}. Leave the call out, or use another framework."
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing or not (isinstance(kind, type) and issubclass(kind, wanted)):
+        lacks = f", which lacks {', '.join(missing)}" if missing else ""
+        raise BackendLoadError(
+            f"backend {backend.name!r} offers {place!r} as {wanted.name!r}{lacks}; accepted: 'module:class', of a "
+            f"class that is derived from {wanted.__module__}.{wanted.__name__} and writes all of its methods. "
+            f"Correct the plugin."
         )
+    return kind(backend)
+
+
+def _load(place: str) -> Any:
+    """Import a class; None where the room that it is in was taken out, of the plugin or of ampx."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name, place)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] in (module.partition(".")[0], __package__):
+            return None
+        raise
+
+
+def offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered:
+    """Return what a backend offers to a feature, importing it where that is new.
+
+    Raises:
+        UnsupportedByBackendError: It offers nothing.
+        BackendLoadError: What it names is no class that fulfils the contract.
+    """
+    offered = find_offer(backend, contract)
+    return backend.refuse(cast("type[Offered]", contract).feature) if offered is None else offered
 
 
 class GenericBackend(Backend):

@@ -76,6 +76,10 @@ class PluginError(AmpxError):
     """A plugin failed to import or implements a hook that does not exist."""
 
 
+class MissingPartError(AmpxError, ModuleNotFoundError):
+    """A part of ampx that can be taken out has been, and something needs it."""
+
+
 class NotInitializedError(AmpxError, RuntimeError):
     """A call needs `ampx.init` first."""
 

@@ -153,12 +153,6 @@ class WrappedOptimizer(Handle):
         """Undo `ampx_before_backward` after a body that raised."""
 
 
-class NotCopied:
-    """State of a wrapper that belongs to the running process: a copy of the wrapper makes its own."""
-
-    __slots__ = ()
-
-
 class PendingGradients:
     """What is known of the gradients that wait for a step, beyond their stage.
 
@@ -166,14 +160,16 @@ class PendingGradients:
         unscaled: The unscaled gradients and their finiteness (`Unscaled`); None while they carry a scale.
         norm: Their norm before clipping; None where nobody measured it.
         brought: The scale that gradients which were there before the first backward were brought to, in its body.
+        skipped: The last step was skipped, and its gradients were not cleared by the wrapper.
     """
 
-    __slots__ = ("brought", "norm", "unscaled")
+    __slots__ = ("brought", "norm", "skipped", "unscaled")
 
     def __init__(self) -> None:
         self.unscaled: Any = None
         self.norm: Any = None
         self.brought: Scalar = None
+        self.skipped = False
 
     def note_norm(self, norm: Any) -> None:
         """Keep the first norm that was measured: later ones are of clipped gradients."""
@@ -346,6 +342,7 @@ class GenericOptimizer(WrappedOptimizer):
 
     def _skip(self) -> None:
         """Leave the weights as they are; a framework may have more to do."""
+        self._pending.skipped = self._implicit
 
     def _close(self, finite: dict[int, bool]) -> None:
         """Note the outcome by loss id and move the loss scale; the norm is read by `last_step`, not here."""
@@ -359,14 +356,23 @@ class GenericOptimizer(WrappedOptimizer):
         self.ampx_member.finish_empty()
 
     def ampx_check_backward(self, loss_id: int) -> None:
-        """Raise where the backend refuses to divide gradients that are there before a window."""
+        """Raise where gradients that are there before a window cannot be divided, or are those of a skipped step."""
         grads = self._backend.gradients(self.optimizer) if self._implicit and self.ampx_member.stage == "idle" else None
-        if not _is_empty(grads):
-            self._backend.unscale(grads, 1.0)
+        if _is_empty(grads):
+            return
+        finite = self._backend.unscale(grads, 1.0).finite
+        if self._pending.skipped and not finite:
+            raise ProtocolError(
+                "scale_loss was called while gradients of a skipped step hang on the parameters; they are not finite, "
+                "and what is added to them will not be; accepted: cleared gradients. Call opt.zero_grad() first."
+            )
 
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
         """Bring gradients that are there before a window to its scale: the step before left them true."""
         if self._implicit and self.ampx_member.stage == "idle":
+            if self._pending.skipped:
+                self.ampx_check_backward(loss_id)
+                self._pending.skipped = False
             self._check_divided_once(self._backend.gradients(self.optimizer), scale)
             self._divide(1.0 / scale)
             self._pending.brought = scale
@@ -405,6 +411,7 @@ class GenericOptimizer(WrappedOptimizer):
         if self._implicit:
             self._backend.zero_gradients(self.optimizer)
         self._pending.forget()
+        self._pending.skipped = False
         self.ampx_member.end_clear()
 
     def ampx_unscale(self) -> None:
@@ -437,6 +444,14 @@ class GenericOptimizer(WrappedOptimizer):
         pending.note_norm(norm)
         member.end_change()
         return norm
+
+    def ampx_is_cleared(self) -> bool:
+        """Return whether unscaled gradients were cleared, and not by this wrapper."""
+        return self._implicit and _is_empty(self._backend.gradients(self.optimizer))
+
+    def ampx_notice_cleared(self) -> None:
+        """Forget them: a step skipped by hand."""
+        self.zero_grad()
 
     def _needs_implicit(self, call: str) -> None:
         if not self._implicit:

@@ -13,10 +13,10 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import pluggy
 
@@ -50,7 +50,6 @@ class Register(Protocol):
         *,
         roots: Sequence[str],
         requires: str,
-        stands_in_for: Sequence[str] = (),
     ) -> None:
         """Register one framework.
 
@@ -59,14 +58,35 @@ class Register(Protocol):
             load: Gives the backend; the only place where the plugin imports the framework.
             roots: Root modules of the framework's objects, such as `("torch",)`.
             requires: The requirement to install, such as `"torch>=2.7"`.
-            stands_in_for: Modules that the backend's `automate` provides to a script where they are missing, such as
-                `("apex",)`: `ampx run` imports the framework first when the script asks for one.
+        """
+
+
+ProvideNames: TypeAlias = Callable[[Any], AbstractContextManager[Any]]
+
+
+class RegisterNames(Protocol):
+    """The callable that `ampx_register_names` receives."""
+
+    def __call__(self, framework: str, load: Callable[[], ProvideNames], *, names: Sequence[str]) -> None:
+        """Register old names for which a plugin stands in where `ampx run` runs a script.
+
+        Args:
+            framework: The framework that they train with, as `ampx.init(framework=…)` takes it.
+            load: Gives what takes the backend's manager of a run and returns a region in which the script finds the
+                names; called where the framework is automated.
+            names: The modules, such as `("apex",)`. `ampx run` imports the framework first when the script asks for
+                one that stands at the top.
         """
 
 
 @hookspec
 def ampx_register_backends(register: Register) -> None:
     """Register backends: call `register(name, load, roots=…, requires=…)` for each."""
+
+
+@hookspec
+def ampx_register_names(register: RegisterNames) -> None:
+    """Register old names: call `register(framework, load, names=…)` for those of each framework."""
 
 
 @hookspec
@@ -87,7 +107,21 @@ class Registration:
     requires: str  # the requirement to install
     plugin: str
     module: str  # name of the plugin's module, for messages
-    stands_in_for: tuple[str, ...] = ()  # modules that `ampx run` can provide to a script where they are missing
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What a plugin said about old names."""
+
+    framework: str
+    load: Callable[[], ProvideNames]
+    names: tuple[str, ...]
+    plugin: str
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The names that stand at the top: a script imports them without importing the framework first."""
+        return tuple(name for name in self.names if "." not in name)
 
 
 def check_registration(name: object, load: object, roots: object, requires: object) -> None:
@@ -221,6 +255,8 @@ def known_failure(framework: str, ranges: Mapping[str, Mapping[str, VersionRange
 
 
 GROUP = "ampx"
+# Called for a plugin when it is registered, marked or not.
+_CALLED_BY_NAME = ("ampx_register_backends", "ampx_register_names")
 DISABLE_VARIABLE = "AMPX_DISABLE_PLUGINS"
 
 
@@ -237,6 +273,7 @@ class Registry:
         self._entry_points = entry_points
         self._manager: pluggy.PluginManager | None = None
         self._registrations: dict[str, Registration] = {}
+        self._stand_ins: list[StandIn] = []
         self._backends: dict[str, Backend] = {}
         self.broken: dict[str, AmpxError] = {}
         # The frameworks of which `init` has told, or needed not to tell, that tests fail with the installed release.
@@ -256,6 +293,7 @@ class Registry:
                 except BaseException:  # Ctrl-C: what was not reached yet would be missing without a word
                     self._manager = None
                     self._registrations.clear()
+                    self._stand_ins.clear()
                     self.broken.clear()
                     raise
             return self._manager
@@ -283,7 +321,7 @@ class Registry:
                 f"accepted: {', '.join(sorted(hooks))}. Correct the name in the plugin."
             )
         present = {hook for hook in hooks if callable(getattr(plugin, hook, None))}
-        silent = sorted(present - {*marked, "ampx_register_backends"})  # which is called below, marked or not
+        silent = sorted(present - {*marked, *_CALLED_BY_NAME})
         if silent or not {*marked, *present}:
             lacks = f"{', '.join(silent)} without @ampx.hookimpl" if silent else "no hook of ampx"
             raise PluginError(
@@ -302,9 +340,11 @@ class Registry:
                 manager.unregister(plugin)
             raise PluginError(
                 f"plugin {label!r} (module {module}) has a hook with wrong arguments: {error}; accepted: "
-                f"ampx_register_backends(register) and ampx_event(event). Correct the plugin."
+                f"ampx_register_backends(register), ampx_register_names(register) and ampx_event(event). Correct the "
+                f"plugin."
             ) from error
         claimed: list[Registration] = []
+        stand_ins: list[StandIn] = []
 
         def register(
             name: str,
@@ -312,7 +352,6 @@ class Registry:
             *,
             roots: Sequence[str],
             requires: str,
-            stands_in_for: Sequence[str] = (),
         ) -> None:
             check_registration(name, load, roots, requires)
             other = next((entry for entry in (*claimed, *self._registrations.values()) if entry.name == name), None)
@@ -322,12 +361,18 @@ class Registry:
                     f"{other.plugin!r} (module {other.module}); accepted: one plugin a framework. Uninstall one, or "
                     f"set {DISABLE_VARIABLE}={label}."
                 )
-            claimed.append(Registration(name, load, tuple(roots), requires, label, module, tuple(stands_in_for)))
+            claimed.append(Registration(name, load, tuple(roots), requires, label, module))
 
-        hook = getattr(plugin, "ampx_register_backends", None)
+        def register_names(framework: str, load: Callable[[], ProvideNames], *, names: Sequence[str]) -> None:
+            stand_ins.append(StandIn(framework, load, tuple(names), label))
+
+        backends = getattr(plugin, "ampx_register_backends", None)
+        old_names = getattr(plugin, "ampx_register_names", None)
         try:
-            if hook is not None:
-                hook(register=register)
+            if backends is not None:
+                backends(register=register)
+            if old_names is not None:
+                old_names(register=register_names)
         except (Exception, SystemExit) as error:
             manager.unregister(plugin)
             if isinstance(error, AmpxError):
@@ -337,6 +382,7 @@ class Registry:
                 f"register(name, load, roots=…, requires=…). Correct or uninstall the plugin."
             ) from error
         self._registrations.update({registration.name: registration for registration in claimed})
+        self._stand_ins.extend(stand_ins)
 
     def _scan(self) -> None:
         entry_points = self._entry_points
@@ -398,6 +444,11 @@ class Registry:
             f"framework={name!r} is registered by no plugin; accepted: {', '.join(self.names()) or '(none)'}{hint}. "
             f"Pass one of these, or {advice}."
         )
+
+    def stand_ins(self, framework: str) -> list[StandIn]:
+        """List what plugins stand in for where a framework is automated, importing nothing."""
+        self._ensure()
+        return [stand_in for stand_in in self._stand_ins if stand_in.framework == framework]
 
     def load(self, name: str) -> Backend:
         """Return the backend of a framework, importing the framework where that is new."""

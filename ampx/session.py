@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from . import annotate, callers
-from .backend import Backend, CastPlan, Device, GenericBackend
+from .backend import Backend, CastPlan, Device, Forcing, GenericBackend, offer
 from .errors import (
     AlreadyWrappedError,
     AmpxWarning,
@@ -598,7 +598,9 @@ class Amp:
         self.casting = self.plan if self.enabled else None
         if self.casting is not None and self.casting.float32_modules:
             forced = ExitStack()
-            forced.enter_context(self.backend.force(None, dict.fromkeys(self.casting.float32_modules, "float32")))
+            forced.enter_context(
+                offer(self.backend, Forcing).force(None, dict.fromkeys(self.casting.float32_modules, "float32"))
+            )
             self.at_shutdown(forced.close)
         if self.plan is not None and self.enabled and self.effective.process_wide:
             self.backend.activate(self.plan)

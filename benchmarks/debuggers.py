@@ -26,7 +26,8 @@ from typing import Any
 from _paired import Ratio, paired
 
 import ampx
-from ampx.backend import Watching
+from ampx.backend import offer
+from ampx.numerics.probe import Probe, Watching
 from ampx.plugins import default_registry
 
 RULES = """\
@@ -321,7 +322,7 @@ def _watched(framework: str, timed: Timed, operations: bool, pairs: int) -> Rati
     watching = Watching(dtype="bfloat16", operations=operations)
 
     def watched() -> None:
-        with backend.watch(model, watching) as watch:
+        with offer(backend, Probe).watch(model, watching) as watch:
             train()
         watch.readings()
 

@@ -52,7 +52,16 @@ class Count:
 
     def __init__(self) -> None:
         """Look for the folders of ampx and of its backends."""
-        names = ("ampx", "ampx_torch", "ampx_tensorflow", "ampx_mxnet", "ampx_paddle", "ampx_jax")
+        names = (
+            "ampx",
+            "ampx_apex",
+            "ampx_fluid",
+            "ampx_torch",
+            "ampx_tensorflow",
+            "ampx_mxnet",
+            "ampx_paddle",
+            "ampx_jax",
+        )
         specs = [find_spec(name) for name in names]
         self._roots = tuple(str(Path(spec.origin).parent) for spec in specs if spec is not None and spec.origin)
         self.calls, self.switches, self.files = 0, 0, set[str]()

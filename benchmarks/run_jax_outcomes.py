@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 import ampx_jax
-from ampx.run import Run, RunSettings
+from ampx.backend import offer
+from ampx.run import Automation, Run, RunSettings
 
 LAYERS = 4
 STEPS = 50
@@ -46,7 +47,9 @@ class Side:
     def begin(self) -> None:
         """End the run that goes on, start one, and take the first steps."""
         self._run.close()
-        self._run.enter_context(ampx_jax.load().automate(Run("jax", RunSettings(dtype=self._dtype, device="cpu"))))
+        self._run.enter_context(
+            offer(ampx_jax.load(), Automation).automate(Run("jax", RunSettings(dtype=self._dtype, device="cpu")))
+        )
         width, batch = self._sizes
         keys = jax.random.split(jax.random.key(0), LAYERS)
         weights = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]

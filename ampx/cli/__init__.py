@@ -20,10 +20,18 @@ def main() -> int:
         sys.stderr.write(f"ampx: {problem}\n")
         return 1
     try:
+        from ampx.rooms import parts_needed
+
         from .app import run
 
-        return run()
+        with parts_needed("this command"):
+            return run()
     except ModuleNotFoundError as error:
+        from ampx.errors import MissingPartError
+
+        if isinstance(error, MissingPartError):
+            sys.stderr.write(f"ampx: {error}\n")
+            return 2
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRAS:
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ampx.plugins import is_installed
 
@@ -12,6 +12,14 @@ from .probe import TIME_LIMIT, probe
 
 SCHEMA = "ampx.backends/1"
 BEGIN, END = "<!-- ampx backends -->", "<!-- /ampx backends -->"
+# What the backends of ampx can do and no code asks for, by framework: for the manual.
+FACTS: Final[dict[str, tuple[str, ...]]] = {
+    "torch": ("closures", "sparse", "distributed", "device scale"),
+    "tensorflow": ("sparse", "distributed", "device scale", "traceable"),
+    "mxnet": ("sparse", "distributed"),
+    "paddle": ("closures", "sparse", "distributed"),
+    "jax": ("distributed", "device scale", "traceable", "state values"),
+}
 HEADINGS = ("framework", "devices", "dtypes", "levels", "gradients", "casting", "beyond these")
 
 
@@ -24,6 +32,12 @@ class Declared:
     plugin: str  # the plugin that registers it
     capabilities: dict[str, Any] | None  # what the backend declares, by field; None where it cannot be loaded
     problem: str | None = None  # why it cannot
+    offers: tuple[str, ...] = ()  # the contracts that it offers to features
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What the manual says of it beyond what it declares."""
+        return FACTS.get(self.framework, ())
 
 
 def collect(time_limit: float = TIME_LIMIT) -> tuple[list[Declared], dict[str, str]]:
@@ -55,6 +69,7 @@ def _declared(registration: dict[str, Any], time_limit: float) -> Declared:
         registration["plugin"],
         answer.get("capabilities"),
         answer.get("error"),
+        tuple(answer.get("offers", ())),
     )
 
 
@@ -64,6 +79,7 @@ def cells(backend: Declared) -> tuple[str, ...]:
     if declared is None:
         return (backend.framework, f"unavailable ({backend.problem})", *[""] * (len(HEADINGS) - 2))
     abilities = [name.replace("_", " ") for name, value in declared.items() if value is True]
+    abilities += [*backend.facts, *backend.offers]
     return (
         backend.framework,
         ", ".join(declared["devices"]),
@@ -94,6 +110,8 @@ def to_json(declared: list[Declared], broken: dict[str, str]) -> dict[str, Any]:
                 "available": backend.capabilities is not None,
                 "problem": backend.problem,
                 "capabilities": backend.capabilities,
+                "offers": list(backend.offers),
+                "facts": list(backend.facts),
             }
             for backend in declared
         ],

@@ -1,7 +1,4 @@
-"""`ampx demo` without any framework: the runs, what a backend's trainer gives, and the report.
-
-A backend takes part by a method `demo`, which returns a `Trainer`: see `Demonstrates`.
-"""
+"""`ampx demo` without any framework: the runs, the contract `Demo` of a backend's trainer, and the report."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 import ampx
-from ampx.backend import Backend
+from ampx.backend import Backend, Contract
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError
 from ampx.events import Event, ScaleChanged, StepSkipped
 from ampx.policy import Dtype, normalise_dtype
@@ -113,9 +110,13 @@ class RunResult:
     final_scale: float
 
 
-class Trainer(Protocol):
-    """What a backend gives to `ampx demo`: a small convolutional network and how to train it."""
+class Demo(Contract):
+    """What `ampx demo` needs of a framework: a small convolutional network and how to train it."""
 
+    name: ClassVar[str] = "demo"
+    feature: ClassVar[str] = "ampx demo"
+
+    @abc.abstractmethod
     def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
         """Train through the public API of ampx and test.
 
@@ -126,21 +127,6 @@ class Trainer(Protocol):
 
         Sync: only what training itself needs, so that the time is honest.
         """
-
-
-@runtime_checkable
-class Demonstrates(Protocol):
-    """What a backend has beside its verbs to take part in `ampx demo`."""
-
-    def demo(self) -> Trainer:
-        """Return the trainer."""
-
-
-def trainer_of(backend: Backend) -> Trainer:
-    """Return a backend's trainer."""
-    if not isinstance(backend, Demonstrates):
-        backend.refuse("ampx demo")
-    return backend.demo()
 
 
 def load_digits() -> Digits:
@@ -220,7 +206,7 @@ def plan_runs(
 
 
 def train_all(
-    trainer: Trainer, data: Digits, runs: Iterable[Run], on_start: Callable[[Run], Callable[[], None]]
+    trainer: Demo, data: Digits, runs: Iterable[Run], on_start: Callable[[Run], Callable[[], None]]
 ) -> Iterator[tuple[RunResult, list[str]]]:
     """Train one run after the other.
 
@@ -274,8 +260,8 @@ class History(NamedTuple):
     final_scale: float
 
 
-class DigitsTrainer(abc.ABC):
-    """A `Trainer` that has the loop; a backend's demo derives from it and says what its framework calls the parts.
+class DigitsTrainer(Demo):
+    """A `Demo` that has the loop; a backend's demo derives from it and says what its framework calls the parts.
 
     Attributes:
         framework: Name of the backend.
@@ -288,7 +274,7 @@ class DigitsTrainer(abc.ABC):
     events: list[Event]
 
     def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
-        """Train and test; see `Trainer`.
+        """Train and test; see `Demo`.
 
         Sync: one after the first step, which warms up, and one after each epoch; at each step the optimizer's own.
         """

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import ampx
+from ampx.backend import offer
 from ampx.errors import AmbiguousFrameworkError, FrameworkNotInstalledError, InvalidOptionError
 from ampx.plugins import default_registry, is_installed
 
 from .demo import (
     SCHEMA,
+    Demo,
     Run,
     casts_nothing,
     choose_dtypes,
@@ -26,7 +28,6 @@ from .demo import (
     plan_runs,
     report,
     train_all,
-    trainer_of,
     write as write,
 )
 from .frameworks import KNOWN, Framework, find_frameworks
@@ -100,7 +101,7 @@ def train(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         opening = progress.add_task(f"importing {framework} …", total=None)
         backend = default_registry().load(framework)
-        trainer = trainer_of(backend)
+        trainer = offer(backend, Demo)
         chosen = choose_dtypes(backend, dtypes)
         data = load_digits()
         runs = plan_runs(chosen, seeds, epochs, batch_size, len(data.train_images), scaled=casts_nothing(backend))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ampx
-from ampx.backend import Backend
+from ampx.backend import Backend, offer
 from ampx.plugins import default_registry
 from ampx.policy import OptLevel
 
@@ -69,7 +69,7 @@ def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
     if backend is None:
         return answer
     try:
-        answer["capabilities"] = describe_capabilities(backend)
+        answer["capabilities"], answer["offers"] = describe_capabilities(backend), list(backend.offers)
         answer["devices"], answer["absent"] = _devices(backend)
         answer["init"] = _init(name, backend)
     except Exception as error:
@@ -80,17 +80,18 @@ def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
 def capabilities(name: str) -> dict[str, Any]:
     """Return what a backend declares."""
     try:
-        return {"capabilities": describe_capabilities(default_registry().load(name))}
+        backend = default_registry().load(name)
+        return {"capabilities": describe_capabilities(backend), "offers": list(backend.offers)}
     except ampx.AmpxError as error:
         return {"error": str(error)}
 
 
 def has_demo(name: str) -> dict[str, Any]:
     """Return whether a backend can be loaded and has a trainer for the demo."""
-    from .demo import trainer_of
+    from .demo import Demo
 
     try:
-        trainer_of(default_registry().load(name))
+        offer(default_registry().load(name), Demo)
     except ampx.AmpxError:
         return {"demo": False}
     return {"demo": True}
@@ -98,11 +99,11 @@ def has_demo(name: str) -> dict[str, Any]:
 
 def demo(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train as `ampx demo --framework` does; return the report and the warnings about precision."""
-    from .demo import trainer_of
+    from .demo import Demo
     from .demo_command import train
 
     try:
-        trainer_of(default_registry().load(name))
+        offer(default_registry().load(name), Demo)
     except ampx.UnsupportedByBackendError as error:
         return {"refused": str(error)}
     except Exception as error:

@@ -38,10 +38,12 @@ def print_backends(console: Console, declared: list[Declared], broken: dict[str,
     for backend in declared:
         if backend.capabilities is not None:
             table.add_column(escape(backend.framework), overflow="fold")
-            columns.append(backend.capabilities)
+            columns.append(
+                {**backend.capabilities, "beyond these": list(backend.facts), "offers": list(backend.offers)}
+            )
     if columns:
         for name in columns[0]:
-            table.add_row(name.replace("_", " "), *(_declared(capabilities[name]) for capabilities in columns))
+            table.add_row(name.replace("_", " "), *(_declared(abilities[name]) for abilities in columns))
         console.print(table)
     for backend in declared:
         if backend.problem is not None:

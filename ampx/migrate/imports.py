@@ -12,7 +12,7 @@ from ampx.syntax.source import Source
 from .edits import Edits
 
 _FRAMEWORKS: Final = {"torch", "torchvision", "apex", "mxnet", "paddle", "tensorflow", "keras"}
-_OURS: Final = {"ampx", "ampx_mxnet", "ampx_paddle", "ampx_tensorflow", "ampx_torch"}
+_OURS: Final = {"ampx", "ampx_apex", "ampx_fluid", "ampx_mxnet", "ampx_paddle", "ampx_tensorflow", "ampx_torch"}
 Key = tuple[str, str]
 
 

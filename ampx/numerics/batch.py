@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, is_dataclass
 from inspect import isroutine
 from typing import Any, Final, cast
 
-from ampx.backend import Backend, CastPlan, Device, Reading, Replayed, Step, Watching, is_module
+from ampx.backend import Backend, CastPlan, Device, is_module, offer
 from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedLevelError, shown
 from ampx.plugins import default_registry
 from ampx.policy import Dtype, OptLevel, find_level, normalise_dtype
 from ampx.session import listed, sessions
 
 from .formats import FORMATS, find_format
+from .probe import Probe, Reading, Replayed, Step, Watching
 from .watching import module_dtypes
 
 SAMPLES: Final = 4096
@@ -29,7 +30,7 @@ class Casting:
 
     Attributes:
         dtype: Of the computation; `"float32"` casts nothing.
-        plan: What `Backend.replay` takes.
+        plan: What `Probe.replay` takes.
         forced: By pattern of names of modules, the dtype that they are forced into.
         simulated: The device does not compute the dtype: values are rounded to it.
     """
@@ -83,6 +84,7 @@ class Batch:
         active = {session.framework: session for session in sessions.all_sessions()}
         name = framework or (next(iter(active)) if len(active) == 1 else default_registry().guess())
         self.backend: Backend = default_registry().load(name)
+        self.probe = offer(self.backend, Probe)
         self.session = active.get(name)
         place = device or (self.session.effective.device if self.session is not None else "auto")
         self.device: Device = self.backend.device(place)
@@ -92,7 +94,7 @@ class Batch:
 
     @property
     def _simulated(self) -> frozenset[str]:
-        return self.backend.capabilities.simulates | self.device.simulated
+        return self.probe.simulates(self.device)
 
     def dtype(self, wanted: object = None) -> str:
         """Return the dtype that is meant: the one asked for, the session's, or what the device prefers.
@@ -156,10 +158,10 @@ class Batch:
         with ExitStack() as stack:
             stack.enter_context(self._forced(casting))
             if watching is None:
-                return Seen(self.backend.replay(self.model, self.step, casting.plan, scale))
-            watch = stack.enter_context(self.backend.watch(self.model, watching))
+                return Seen(self.probe.replay(self.model, self.step, casting.plan, scale))
+            watch = stack.enter_context(self.probe.watch(self.model, watching))
             try:
-                replayed = self.backend.replay(self.model, self.step, casting.plan, scale)
+                replayed = self.probe.replay(self.model, self.step, casting.plan, scale)
             except Exception:
                 self.read_before_error = tuple(watch.readings())
                 raise
@@ -168,7 +170,7 @@ class Batch:
     def clock(self, casting: Casting) -> Callable[[], float]:
         """Return a function that computes the batch and its gradients, and returns the seconds that took."""
         with self._forced(casting):
-            seconds = self.backend.clock(self.model, self.step, casting.plan)
+            seconds = self.probe.clock(self.model, self.step, casting.plan)
 
         def measure() -> float:
             with self._forced(casting):
@@ -177,7 +179,7 @@ class Batch:
         return measure
 
     def _forced(self, casting: Casting) -> AbstractContextManager[Any]:
-        return self.backend.force(self.model, casting.forced) if casting.forced else nullcontext()
+        return self.probe.force(self.model, casting.forced) if casting.forced else nullcontext()
 
 
 def fitting_scale(dtype: str, reference: Seen) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ampx
+from ampx.backend import find_offer, offer
 from ampx.callers import script_line_of
 from ampx.errors import AmpxError
 from ampx.events import Event, ScaleCollapsed
@@ -25,11 +26,14 @@ from ampx.run.recorder import names_of
 from ampx.run.supervisor import Finished, supervise
 
 from .diagnose import in_one_line
+from .probe import Probe
 from .trial import MISUSED, REFUSED, Outcome, Trial, write_outcome
 
 if TYPE_CHECKING:
-    from ampx.backend import Backend, Reading, Watch
+    from ampx.backend import Backend
     from ampx.run import Run, SampledGradient
+
+    from .probe import Reading, Watch
 
 
 class TrialEnded(SystemExit):
@@ -81,10 +85,12 @@ class TrialObserver:
     @contextmanager
     def observing(self, run: Run, backend: Backend) -> Iterator[None]:
         """Seed a framework that the script has just imported, and look at it until it is automated no more."""
-        backend.seed(self.trial.seed)
+        probe = find_offer(backend, Probe)
+        if probe is not None:
+            probe.seed(self.trial.seed)
         with ExitStack() as regions:
             if self.trial.forced:
-                regions.enter_context(backend.force(None, self.trial.forced))
+                regions.enter_context(offer(backend, Probe).force(None, self.trial.forced))
             self._runs.append((run, backend))
             self._sample(run, 1)
             if 1 in self.trial.watched:
@@ -96,7 +102,7 @@ class TrialObserver:
                 self._finish_block()
                 self._leave(self.steps + 1)
                 if run.amp is not None or run.stood_down:
-                    self.peak_device = backend.peak_memory()
+                    self.peak_device = None if probe is None else probe.peak_memory()
                     self.versions.update(framework_versions(run.framework))
 
     def loss(self, read: Callable[[], float]) -> None:
@@ -196,10 +202,11 @@ class TrialObserver:
         run.recorder.takes_gradients = take if step in self.trial.gradients else None
 
     def _watch(self, backend: Backend) -> None:
-        if backend.capabilities.watches:
+        probe = find_offer(backend, Probe)
+        if probe is not None:
             watching = self.trial.watching
-            watching = replace(watching, times=watching.times and not backend.watches_uncompiled)
-            self._watches.append(self._watching.enter_context(backend.watch(None, watching)))
+            watching = replace(watching, times=watching.times and not probe.watches_uncompiled)
+            self._watches.append(self._watching.enter_context(probe.watch(None, watching)))
         else:
             self._note(f"Modules of {backend.name} cannot be watched.")
 
@@ -230,7 +237,7 @@ class TrialObserver:
             readings=self.readings,
             gradients=self.gradients,
             fault=self.fault,
-            watches=any(backend.capabilities.watches for _, backend in began),
+            watches=any(find_offer(backend, Probe) is not None for _, backend in began),
             native=tuple(sorted(native)),
             ended_early=self.ended_early,
             notes=tuple(self.notes),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ampx.backend import Watching
 from ampx.errors import InvalidOptionError, TrialError
 from ampx.run import RunSettings
 from ampx.run.page import origin
@@ -18,6 +17,7 @@ from .batch import plain
 from .compare import WORST, ModuleError, error_map, module_errors, unscaled, worst_errors
 from .formats import FORMATS, spelled
 from .meter import LOST
+from .probe import Watching
 from .timing import busy, speed_in_words
 from .trial import TIMED_STEPS, Outcome, Trial, how_to_name, not_repeatable, run_trial, warm_up_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from ampx.backend import MODULE, Direction, Reading, Stats, Step, Watching
+from ampx.backend import MODULE
 from ampx.errors import AmpxError
 from ampx.policy import OptLevel
 
@@ -15,6 +15,7 @@ from .batch import FLOAT32, Batch, Seen, finite_gradients, fitting_scale, plain
 from .compare import bound, relative_error
 from .formats import FORMATS
 from .operations import family, normalised
+from .probe import Direction, Reading, Stats, Step, Watching
 
 Kind = Literal[
     "healthy",
@@ -799,7 +800,7 @@ def diagnose(
     chosen = batch.dtype(dtype)
     casting = batch.casting(chosen, level, allow, deny)
     # Where a dtype is simulated, operations may be those of the rounding, too.
-    operations = not casting.simulated or batch.backend.rounds_unseen
+    operations = not casting.simulated or batch.probe.rounds_unseen
     watching = Watching(dtype=chosen, operations=operations, samples=SAMPLES)
     reference = batch.run(watching=watching)
     scale = fitting_scale(casting.dtype, reference) if loss_scale is None else loss_scale

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ampx.backend import Reading, Replayed, Stats, Watching
 from ampx.errors import TrialError
 from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import origin
@@ -16,6 +15,7 @@ from ampx.run.program import Program
 from .batch import Seen, plain
 from .diagnose import SAMPLES, Diagnosis, diagnosed, first_failing, refused
 from .operations import normalised
+from .probe import Reading, Replayed, Stats, Watching
 from .trial import DIFFERS, Outcome, Trial, run_trial
 from .tune import inside
 
@@ -169,7 +169,7 @@ def _reach(trial: Trial, step: int, run: Callable[[Trial], Outcome]) -> Outcome:
     if not outcome.watches:
         raise TrialError(
             f"nothing of {trial.program.name} could be watched; accepted: a script that leaves mixed precision to "
-            f"`ampx run`, and a backend whose capabilities say watches (`ampx backends`). "
+            f"`ampx run`, and a backend that offers the probe (`ampx backends`). "
             f"{' '.join(outcome.run['notes'])}".rstrip()
         )
     if outcome.raised is not None and outcome.steps + 1 == step:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Final, Literal
 
-from ampx.backend import Reading
+from .probe import Reading
 
 Family = Literal[
     "cast", "division", "exponential", "logarithm", "loss", "mask", "matmul", "norm", "root", "sum", "other"

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ampx.backend import Array, Direction, Stats, Watching
+from ampx.backend import Array
 
 from .formats import FORMATS
+from .probe import Direction, Stats, Watching
 from .watching import NUMBERS, Log, Reduced, stride
 
 

@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ampx.backend import Reading, Stats, Watching
 from ampx.errors import InvalidOptionError, TrialError
 from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import by_optimizer
 from ampx.run.program import WRONG_OPTIONS, Program, misplaced
 from ampx.run.recorder import SAMPLED_STEPS
+
+from .probe import Reading, Stats, Watching
 
 _CHILD: Final = "ampx.numerics.child"
 # Exit codes of a child whose script `ampx run` refuses, or whose options it cannot honour.

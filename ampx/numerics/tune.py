@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from ampx import callers
-from ampx.backend import MODULE, CastPlan, Reading, Step, Watching
+from ampx.backend import MODULE, CastPlan
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError, UnsupportedOpError, shown
 from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
@@ -20,6 +20,7 @@ from ampx.session import listed
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
 from .compare import Comparison, ModuleError, bound, check_tolerance, compared, relative_error
 from .operations import failing, family
+from .probe import Reading, Step, Watching
 from .timing import speed_in_words
 
 # Gradients that are further off than this are of another direction, whatever rounding explains.
@@ -217,7 +218,7 @@ def inside(name: str, outer: str) -> bool:
 
 
 def kept_in_float32(names: Iterable[str], modules: Sequence[str]) -> dict[str, str]:
-    """Return what `Backend.force` takes to compute modules, and all inside them, in float32."""
+    """Return what `Probe.force` takes to compute modules, and all inside them, in float32."""
     forced: dict[str, str] = {}
     for name in sorted(names):
         forced[glob.escape(name)] = "float32"
@@ -552,7 +553,7 @@ def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int
     watching = Watching(times=True)
     low: list[Sequence[Reading]] = []
     wide: list[Sequence[Reading]] = []
-    for _ in range(0 if tuning.batch.backend.watches_uncompiled else repeats):
+    for _ in range(0 if tuning.batch.probe.watches_uncompiled else repeats):
         low.append(tuning.batch.run(safe, tuning.scale, watching).readings)
         wide.append(tuning.batch.run(FLOAT32, 1.0, watching).readings)
     denied = {choice.entry for choice in policy.deny}

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ampx.backend import MODULE, Reading, Replayed, Watching, module_patterns
+from ampx.backend import MODULE, module_patterns
 from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError
 from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
@@ -25,6 +25,7 @@ from .batch import Seen, fitting_scale, scaled
 from .compare import ModuleError, bound, error_map, module_errors, relative_error, unscaled
 from .formats import find_format
 from .operations import failing
+from .probe import Reading, Replayed, Watching
 from .timing import busy
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, warm_up_of
 from .tune import (

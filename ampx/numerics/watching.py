@@ -1,4 +1,4 @@
-"""What a region of `Backend.watch` notes: names of modules, and readings whose numbers are still on the device."""
+"""What a region of `Probe.watch` notes: names of modules, and readings whose numbers are still on the device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from ampx.backend import CastPlan, Direction, Reading, Stats, Watching, module_patterns
+from ampx.backend import CastPlan, module_patterns
 from ampx.errors import UnsupportedOpError
+
+from .probe import Direction, Reading, Stats, Watching
 
 # Of one tensor: its elements, and what `Log.read` makes the numbers of NUMBERS of.
 Reduced: TypeAlias = tuple[int, Any]

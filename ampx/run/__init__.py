@@ -4,8 +4,7 @@
 soon as the import is complete. What the backend patches there asks the `Run` for the session, tells its `Recorder`
 what it sees, and refuses through it what it cannot do safely. Nothing here imports a framework.
 
-The contract of `automate(run)`, which a backend has beside its verbs (`Automates`) and declares as
-`capabilities.automates`:
+The contract of `automate(run)`, which a backend offers as `Automation`:
 
 - `ampx run` enters the region when the script has imported the framework, and leaves it when the script has ended.
   The backend patches its framework there and nowhere else: the script is not ours to edit. Leaving the region restores
@@ -55,4 +54,4 @@ from .recorder import (
     Recorder as Recorder,
     SampledGradient as SampledGradient,
 )
-from .run import Automates as Automates, Run as Run, RunSettings as RunSettings, automation as automation
+from .run import Automation as Automation, Run as Run, RunSettings as RunSettings

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ampx.errors import InvalidOptionError, RunRefusedError
-from ampx.loggers.log import EVERY, Log
+from ampx.rooms import parts_needed
 from ampx.run import children
 from ampx.run.ranks import process_rank
 from ampx.run.supervisor import Finished, supervise
@@ -41,7 +41,7 @@ class RunRequest:
     report: Path | None = None  # where to write a report, or None
     unchanged_if_refused: bool = False  # run the script without ampx where it is refused
     log: tuple[str, ...] = ()  # where to write what steps report, as `ampx.log_to` takes it
-    log_every: int = EVERY  # every so many steps
+    log_every: int = 100  # every so many steps
 
 
 class StartProgram(BaseException):
@@ -135,7 +135,11 @@ def _logs(request: RunRequest, finished: Finished) -> Iterator[ExitStack]:
     """Write what steps report where `--log` says; of a job, the first process does. What closes the logs is given."""
     with ExitStack() as stack:
         targets = () if process_rank()[0] else request.log
-        logs = [stack.enter_context(Log(target, request.log_every, None)) for target in targets]
+        logs = []
+        if targets:
+            with parts_needed("--log"):
+                from ampx.loggers.log import Log
+            logs = [stack.enter_context(Log(target, request.log_every, None)) for target in targets]
         yield stack
     if logs and not any(log.rows for log in logs):
         children = f", and its {len(finished.children)} processes write no log" if finished.children else ""

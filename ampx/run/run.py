@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, cast
 
 import ampx
-from ampx.backend import Backend
+from ampx.backend import Contract
 from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
+from ampx.plugins import ProvideNames, default_registry
 from ampx.policy import PolicyFile, find_level
 from ampx.protocol import METER_EVERY
 from ampx.session import sessions
@@ -44,7 +46,7 @@ class RunSettings:
         loss_scale: As in `ampx.init`; None for the default.
         policy: A policy file, whose settings these are; "" for none.
         enabled: False where the policy file says so: nothing is automated, as with `stand_ins_only`.
-        watched: `Backend.watch(None, …)` will be entered between steps: a backend that compiles runs uncompiled, or
+        watched: `Probe.watch(None, …)` will be entered between steps: a backend that compiles runs uncompiled, or
             compiles anew then.
         meter_every: Every so many steps the meter looks at an update.
     """
@@ -316,6 +318,10 @@ class Run:
             raise error
         self.refuse(str(error).rstrip("."))
 
+    def old_names(self) -> list[ProvideNames]:
+        """Return what lets the script import modules for which plugins stand in: each takes the backend's manager."""
+        return [stand_in.load() for stand_in in default_registry().stand_ins(self.framework)]
+
     def refuse_preparation(self) -> None:
         """Refuse levels O2 and O3 where the backend needs the model for them; before anything is patched.
 
@@ -399,23 +405,15 @@ def _kind_of(wrapped: Any) -> str:
     return type(getattr(wrapped, "optimizer", wrapped)).__name__
 
 
-@runtime_checkable
-class Automates(Protocol):
-    """What a backend has beside its verbs to take part in `ampx run`; declared as `capabilities.automates`."""
+class Automation(Contract):
+    """What `ampx run` needs of a framework."""
 
+    name: ClassVar[str] = "automation"
+    feature: ClassVar[str] = "ampx run"
+
+    @abc.abstractmethod
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         """Return a region in which a script that knows nothing of ampx trains in mixed precision: see `ampx.run`.
 
         Sync: none; inside, as the wrapped optimizers do.
         """
-
-
-def automation(backend: Backend, run: Run) -> AbstractContextManager[Any]:
-    """Return a backend's region for a script.
-
-    Raises:
-        UnsupportedByBackendError: It has none.
-    """
-    if not (backend.capabilities.automates and isinstance(backend, Automates)):
-        backend.refuse("ampx run")
-    return backend.automate(run)

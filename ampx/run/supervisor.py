@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest import mock
 
+from ampx.backend import find_offer, offer
 from ampx.errors import AmpxError, InvalidOptionError, PrecisionWarning, RunRefusedError, UnsupportedByBackendError
 from ampx.plugins import default_registry
 from ampx.policy import find_level, normalise_dtype
@@ -20,7 +21,7 @@ from .imports import ImportWatch
 from .program import Program, run_program
 from .ranks import process_rank
 from .recorder import Recorder
-from .run import Run, RunSettings, automation
+from .run import Automation, Run, RunSettings
 
 _DEVICE: Final = re.compile(r"[a-z]+(:\d+)?")
 
@@ -120,10 +121,11 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
     registry = default_registry()
     names = registry.names() if framework is None else [framework]
     registrations = {name: registry.registration(name) for name in names}
+    stand_ins = {
+        module: name for name in registrations for stand_in in registry.stand_ins(name) for module in stand_in.missing
+    }
     if not settings.automates:
-        registrations = {
-            name: registration for name, registration in registrations.items() if registration.stands_in_for
-        }
+        registrations = {name: registrations[name] for name in registrations if name in stand_ins.values()}
     load = registry.load
     with ExitStack() as regions:
         if process_rank()[0]:
@@ -136,7 +138,7 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
                 backend = load(name)
                 if settings.automates:
                     _check(run, backend)
-                regions.enter_context(automation(backend, run))
+                regions.enter_context(offer(backend, Automation).automate(run))
                 if finished.recorder.observer is not None:
                     regions.enter_context(finished.recorder.observer.observing(run, backend))
             except UnsupportedByBackendError:
@@ -154,11 +156,7 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
         watch = ImportWatch(
             {root: name for name, registration in registrations.items() for root in registration.roots},
             automate,
-            {
-                module: registration.roots[0]
-                for registration in registrations.values()
-                for module in registration.stands_in_for
-            },
+            {module: registrations[name].roots[0] for module, name in stand_ins.items()},
         )
 
         def load_completely(name: str) -> Any:
@@ -194,8 +192,8 @@ def _judge(settings: RunSettings) -> None:
 def _check(run: Run, backend: Any) -> None:
     """Reject settings that this framework cannot honour, before the script goes on."""
     settings = run.settings
-    if not backend.capabilities.automates:
-        return  # automate() says so
+    if find_offer(backend, Automation) is None:
+        return  # `offer` says so
     try:
         check_settings(backend, settings.dtype, settings.level, settings.device)
     except AmpxError as error:

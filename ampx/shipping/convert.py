@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampx import callers
-from ampx.backend import Array, Backend, Conversion
+from ampx.backend import Array, Backend, offer
 from ampx.errors import (
     AmbiguousFrameworkError,
     AmpxError,
@@ -25,6 +25,8 @@ from ampx.numerics.tune import LARGEST_TOLERANCE, minimal
 from ampx.plugins import default_registry
 from ampx.policy import Dtype, normalise_dtype
 from ampx.session import listed, sessions
+
+from .converter import Conversion, Converter
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,10 @@ def convert(
         raise InvalidOptionError(f"keep_io={shown(keep_io)} is no choice; accepted: True, False. Pass one of these.")
     entries, examples = listed("deny", deny), _examples(batches)
     backend = default_registry().load(framework or _framework_of(model))
-    if not backend.capabilities.converts:
-        backend.refuse("converting models for inference (ampx.convert)")
+    converter = offer(backend, Converter)
     conversion = Conversion(wanted, entries, keep_io, examples[0] if examples else None)
     with _casting_off(backend):
-        converted = backend.convert(model, conversion)
+        converted = converter.convert(model, conversion)
         if not examples:
             callers.warn(
                 "convert got no batches: what the converted model returns was not compared with float32. Pass "
@@ -109,7 +110,7 @@ def convert(
                 PrecisionWarning,
             )
             return converted.model
-        trial = _Trial(backend, model, conversion, examples)
+        trial = _Trial(converter, model, conversion, examples)
         explained = min(LARGEST_TOLERANCE, bound(wanted, len(converted.modules)))
         limit = explained if tolerance is None else float(tolerance)
         failure: ConversionError | None = None
@@ -134,11 +135,11 @@ def convert(
 class _Trial:
     """What a model returns in float32, and conversions that are held against it."""
 
-    def __init__(self, backend: Backend, model: Any, conversion: Conversion, batches: Sequence[Any]) -> None:
-        self.backend, self.model, self.conversion, self.batches = backend, model, conversion, batches
+    def __init__(self, converter: Converter, model: Any, conversion: Conversion, batches: Sequence[Any]) -> None:
+        self.converter, self.model, self.conversion, self.batches = converter, model, conversion, batches
         # A copy, so that calling it in inference mode changes nothing of the model.
-        reference = backend.convert(model, replace(conversion, dtype="float32", deny=(), keep_io=True)).model
-        self.references = [backend.infer(reference, batch) for batch in batches]
+        reference = converter.convert(model, replace(conversion, dtype="float32", deny=(), keep_io=True)).model
+        self.references = [converter.infer(reference, batch) for batch in batches]
         if not any(self.references):
             raise InvalidOptionError(
                 f"the model returned no tensor for {len(batches)} batches, so that there is nothing to compare; "
@@ -153,7 +154,7 @@ class _Trial:
         """
         for number, (batch, reference) in enumerate(zip(self.batches, self.references, strict=True)):
             try:
-                outputs = self.backend.infer(model, batch)
+                outputs = self.converter.infer(model, batch)
             except AmpxError:
                 raise
             except Exception as error:
@@ -168,7 +169,7 @@ class _Trial:
         """Return whether all outputs agree where these modules, too, stay in float32."""
         deny = (*self.conversion.deny, *map(_entry, names))
         try:
-            converted = self.backend.convert(self.model, replace(self.conversion, deny=deny))
+            converted = self.converter.convert(self.model, replace(self.conversion, deny=deny))
             return all(entry.agrees(limit) for entry in self.errors(converted.model))
         except ConversionError:
             return False

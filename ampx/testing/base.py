@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 
 import ampx
+from ampx.backend import find_offer
+from ampx.numerics.probe import Probe
 from ampx.plugins import default_registry
 from ampx.session import Amp
 
@@ -86,26 +88,38 @@ class KitTests:
         return bench.join(amp, opt)
 
     def declares(self, ability: str) -> bool:
-        """Return whether the backend declares an ability: a field of `Capabilities`, or one of the words below."""
+        """Return whether the backend has an ability: a field of `Capabilities`, or one of the words below."""
         can = self.backend.capabilities
         # A framework may cast on one device and not on another: what is tested is the harness's.
         device = self.backend.device(self.subject.device)
         casts = "O1" in can.levels and bool(device.native | device.emulated)
         derived = {
             "implicit gradients": can.gradients == "implicit",
-            "optimizer objects": not can.state_values,
+            "optimizer objects": not self.writes("state_handle"),
+            "promotes": self.writes("widest"),
+            "names_gradients": self.writes("nonfinite_parameters"),
+            "closures": self.subject.closures,
+            "probe": "probe" in self.backend.offers,
+            "automation": "automation" in self.backend.offers,
             "explicit gradients": can.gradients == "explicit",
             "casting": casts,
             "process casting": casts and can.autocast in ("scoped", "process"),
             "regions": casts and can.autocast == "scoped",
             "op_lists": casts and can.op_lists,
-            "master_weights": casts and can.master_weights,
+            "master_weights": casts and "O2" in can.levels,
             "clip_grad_norm": can.clipping and can.gradients == "implicit",
-            "converts": can.converts
+            "converter": "converter" in self.backend.offers
             and (self.subject.converts_to is not None or self.subject.dtype in device.native | device.emulated),
             "prepare": casts and bool({"O2", "O3"} & can.levels),
         }
+        if ability == "simulates":
+            probe = find_offer(self.backend, Probe)
+            return probe is not None and bool(probe.simulates(device))
         return derived[ability] if ability in derived else bool(getattr(can, ability))
+
+    def writes(self, verb: str) -> bool:
+        """Return whether the backend writes a verb whose default refuses or answers for nobody."""
+        return getattr(type(self.backend), verb) is not getattr(ampx.Backend, verb)
 
 
 def requires(ability: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:

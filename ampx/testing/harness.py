@@ -26,10 +26,16 @@ class Harness(abc.ABC):
         returns_low: What `ampx.convert` returns can return the low dtype (`keep_io=False`).
         clears_to_zero: Clearing leaves gradients of zeros, not none.
         copies: How optimizers of the framework can be copied: "deepcopy", "pickle".
+        closures: `opt.step(closure)` works.
         guards_raw_steps: Stepping the raw optimizer while scaled gradients are pending raises `RawStepError`.
         watches_others: What a loss leaves on parameters of optimizers that it was not scaled for comes out true, or
             is refused; elsewhere the user clears it.
-        watches_true: What such a loss adds to gradients after `unscale` does so, too.
+        watches_true: What such a loss adds to gradients after `unscale` does so, too; and so does what a loss that no
+            body scaled adds to pending ones.
+        brings_backwards: What a backward left that ran in no body, or in one that raised, is added to as in the
+            framework; elsewhere the next body is refused.
+        shares_parameters: Two optimizers that hold one parameter may wait for their steps at once; elsewhere the second
+            is refused.
     """
 
     framework: ClassVar[str]
@@ -41,9 +47,12 @@ class Harness(abc.ABC):
     returns_low: ClassVar[bool] = True
     clears_to_zero: ClassVar[bool] = False
     copies: ClassVar[tuple[str, ...]] = ()
+    closures: ClassVar[bool] = False
     guards_raw_steps: ClassVar[bool] = False
     watches_others: ClassVar[bool] = False
     watches_true: ClassVar[bool] = False
+    brings_backwards: ClassVar[bool] = True
+    shares_parameters: ClassVar[bool] = False
 
     @abc.abstractmethod
     def tensor(self, values: Sequence[float], dtype: str) -> Any:
@@ -166,11 +175,11 @@ class Harness(abc.ABC):
             The model (or its parameters where these are a value), a function that takes it and returns the loss: the
             sum of the outputs, in float32; and the names of the modules that multiply.
         """
-        raise NotImplementedError(f"{type(self).__name__}.chain: wanted because watches, forces or replays is declared")
+        raise NotImplementedError(f"{type(self).__name__}.chain: wanted because the probe is offered")
 
     def model_state(self, model: Any) -> Any:
         """Read weights, gradients and buffers of a model, and the random state, as something that `==` compares."""
-        raise NotImplementedError(f"{type(self).__name__}.model_state: wanted because replays is declared")
+        raise NotImplementedError(f"{type(self).__name__}.model_state: wanted because the probe is offered")
 
     def shipped(self, weights: Sequence[float], norm: bool = False) -> tuple[Any, list[str]]:
         """Make a float32 model for `ampx.convert`, in training mode: layers as in `chain`, which returns their outputs.
@@ -183,15 +192,15 @@ class Harness(abc.ABC):
         Returns:
             The model, and the names of the layers, that of the normalization last.
         """
-        raise NotImplementedError(f"{type(self).__name__}.shipped: wanted because converts is declared")
+        raise NotImplementedError(f"{type(self).__name__}.shipped: wanted because the converter is offered")
 
     def batch(self, inputs: Sequence[float]) -> Any:
         """Make a batch for the model of `shipped`: rows of one number each."""
-        raise NotImplementedError(f"{type(self).__name__}.batch: wanted because converts is declared")
+        raise NotImplementedError(f"{type(self).__name__}.batch: wanted because the converter is offered")
 
     def stored(self, model: Any, layer: str) -> set[str]:
         """Name the dtypes of a layer's floating weights, running statistics included, in `shipped` or converted."""
-        raise NotImplementedError(f"{type(self).__name__}.stored: wanted because converts is declared")
+        raise NotImplementedError(f"{type(self).__name__}.stored: wanted because the converter is offered")
 
     def called(self, model: Any, batch: Any) -> Any:
         """Call a converted model."""
@@ -219,7 +228,7 @@ class Harness(abc.ABC):
 
 
 class ValueHarness(Harness):
-    """A framework whose optimizer state is a value (`state_values`): optimizers are pure functions of it."""
+    """A framework whose optimizer state is a value (the verb `state_handle`): optimizers are pure functions of it."""
 
     @abc.abstractmethod
     def init(self, opt: Any, parameters: list[Any]) -> Any:

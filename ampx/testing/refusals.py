@@ -10,8 +10,10 @@ import pytest
 
 import ampx
 from ampx import debug
-from ampx.backend import Conversion, Watching
-from ampx.run import Automates, Run, automation
+from ampx.backend import offer
+from ampx.numerics.probe import Probe
+from ampx.run import Automation
+from ampx.shipping.converter import Converter
 
 from .base import KitTests
 from .bench import FINITE
@@ -84,10 +86,10 @@ def _names_gradients(suite: KitTests) -> None:
     _not_supported(suite, lambda: debug.nonfinite_parameters(bench.opt))
 
 
-def _watches(suite: KitTests) -> None:
+def _probe(suite: KitTests) -> None:
     suite.start()
     _not_supported(suite, lambda: ampx.trace_overflow(suite.subject.parameter([1.0])))
-    _not_supported(suite, lambda: suite.backend.watch(None, Watching()))
+    _not_supported(suite, lambda: offer(suite.backend, Probe))
 
 
 def _promotes(suite: KitTests) -> None:
@@ -155,46 +157,39 @@ def _vector_losses(suite: KitTests) -> None:
     assert bench.train().applied
 
 
-def _automates(suite: KitTests) -> None:
-    assert not isinstance(suite.backend, Automates), "automate is there, and automates is not declared"
-    _not_supported(suite, lambda: automation(suite.backend, Run(suite.backend.name)))
+def _automation(suite: KitTests) -> None:
+    _not_supported(suite, lambda: offer(suite.backend, Automation))
 
 
-def _converts(suite: KitTests) -> None:
+def _converter(suite: KitTests) -> None:
     name, dtype = suite.backend.name, suite.subject.dtype
-    if suite.backend.capabilities.converts:  # only the harness's device does not compute the dtype
+    if "converter" in suite.backend.offers:  # only the harness's device does not compute the dtype
         model, _ = suite.subject.shipped((1.0, 2.0))
         with refused(ampx.UnsupportedDtypeError, passed=repr(dtype), accepted="float32", advice="Choose"):
             ampx.convert(model, dtype, batches=[suite.subject.batch((1.0,))], framework=name)
         return
     _not_supported(suite, lambda: ampx.convert(object(), dtype, framework=name))
-    _not_supported(suite, lambda: suite.backend.convert(object(), Conversion(dtype)))
-    _not_supported(suite, lambda: suite.backend.infer(object(), object()))
-
-
-def _forces(suite: KitTests) -> None:
-    _not_supported(suite, lambda: suite.backend.force(None, {"*": "float32"}))
+    _not_supported(suite, lambda: offer(suite.backend, Converter))
 
 
 def _simulates(suite: KitTests) -> None:
-    if not suite.declares("forces"):
-        _forces(suite)
+    if not suite.declares("probe"):
+        _probe(suite)
         return
     with (
         refused(ampx.UnsupportedDtypeError, passed="'float8_e4m3'", accepted="accepted: ", advice=""),
-        suite.backend.force(None, {"*": "float8_e4m3"}),
+        offer(suite.backend, Probe).force(None, {"*": "float8_e4m3"}),
     ):
         pass
 
 
 REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
-    "automates": _automates,
+    "automation": _automation,
     "casting": _casting,
     "clip_grad_norm": _clip_grad_norm,
     "clipping": _clipping,
     "closures": _closures,
-    "converts": _converts,
-    "forces": _forces,
+    "converter": _converter,
     "implicit gradients": lambda suite: _explicit_only(suite, ampx.unscale),
     "master_weights": _prepare,
     "names_gradients": _names_gradients,
@@ -202,10 +197,9 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "optimizer objects": _optimizer_objects,
     "per_loss_scales": _per_loss_scales,
     "prepare": _prepare,
+    "probe": _probe,
     "promotes": _promotes,
-    "replays": lambda suite: _not_supported(suite, lambda: suite.backend.replay(None, lambda model: model, None)),
     "sees_backward": lambda suite: _not_supported(suite, lambda: suite.backend.watch_backward(None, None)),
     "simulates": _simulates,
     "vector_losses": _vector_losses,
-    "watches": _watches,
 }

@@ -13,18 +13,15 @@ import optax
 import ampx
 from ampx.backend import CastPlan, LossInfo, reject_unknown
 from ampx.protocol import Member
-from ampx.run import Run
 
-from . import casting, devices, inference, numerics, optimizer, prepare, rules
+from . import casting, devices, optimizer, prepare, rules
 from .state import StateHandle
-from .taps import SIMULATED
 
 
 class JaxBackend(ampx.Backend):
     """JAX: optax transformations whose state carries the loss scale, and a function transform that casts."""
 
     name: ClassVar[str] = "jax"
-    watches_uncompiled: ClassVar[bool] = True
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("cuda", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
@@ -33,20 +30,13 @@ class JaxBackend(ampx.Backend):
         autocast="explicit",
         op_lists=True,
         clipping=True,
-        master_weights=True,
-        promotes=True,
-        distributed=True,
-        device_scale=True,
-        traceable=True,
-        state_values=True,
-        automates=True,
-        names_gradients=True,
-        watches=True,
-        forces=True,
-        replays=True,
-        simulates=frozenset(SIMULATED),
-        converts=True,
     )
+    offers: ClassVar[Mapping[str, str]] = {
+        "probe": "ampx_jax.numerics:JaxProbe",
+        "converter": "ampx_jax.inference:JaxConverter",
+        "automation": "ampx_jax.run:JaxAutomation",
+        "demo": "ampx_jax.demo:JaxTrainer",
+    }
 
     # Verbs that stand in modules of their own; those that take the backend are methods as they are.
     device = staticmethod(devices.describe)
@@ -54,12 +44,6 @@ class JaxBackend(ampx.Backend):
     cast = staticmethod(casting.cast)
     widest = staticmethod(casting.widest)
     prepare = staticmethod(prepare.prepare)
-    watch = staticmethod(numerics.watch)
-    force = staticmethod(numerics.force)
-    replay = staticmethod(numerics.replay)
-    clock = staticmethod(numerics.clock)
-    convert = inference.convert
-    infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, optax.GradientTransformation)
@@ -104,25 +88,9 @@ class JaxBackend(ampx.Backend):
             )
         return StateHandle(state, call)
 
-    def peak_memory(self) -> int | None:
-        """Return the peak of the first device's allocator; None where it does not count, as on a CPU."""
-        stats = jax.local_devices()[0].memory_stats()
-        return None if stats is None else stats.get("peak_bytes_in_use")
-
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List what the last step of an optimizer state counted; names are the keys of the parameters' tree."""
         return StateHandle(optimizer, "nonfinite_parameters").ampx_nonfinite
-
-    def automate(self, run: Run) -> AbstractContextManager[None]:
-        """Cast and check what a script differentiates and applies; see `ampx_jax.run.manager`."""
-        from .run.manager import automate
-
-        return automate(run)
-
-    def demo(self) -> Any:
-        from .demo import JaxTrainer
-
-        return JaxTrainer()
 
 
 _wrap = optimizer.wrap  # the verb's argument is called like the module

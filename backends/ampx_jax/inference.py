@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.backend import Array, Backend, CastPlan, Conversion, Converted, is_module
+from ampx.backend import Array, Backend, CastPlan, is_module
 from ampx.errors import ConversionError, InvalidOptionError
 from ampx.policy import Dtype
+from ampx.shipping.converter import Conversion, Converted, Converter
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from . import casting, equations, rules, scopes
@@ -240,3 +241,12 @@ def _casts(equation: Any, place: int, dtype: Any, jaxpr: Any) -> bool:
     if name == "while" or len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
         return False
     return _is_cast(inner[0], inner[0].invars[place], dtype)
+
+
+class JaxConverter(Converter):
+    """Converts functions with parameters, and modules of flax and equinox."""
+
+    infer = staticmethod(infer)
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        return convert(self.backend, model, conversion)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,9 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 import ampx
-from ampx.backend import CastPlan, Direction, Reading, Replayed, Stats, Step, Watching
+from ampx.backend import CastPlan, Device
 from ampx.numerics.formats import FORMATS
+from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Stats, Step, Watching
 from ampx.numerics.timing import timed
 
 from . import casting, equations, interpreter, rules, scopes, taps
@@ -701,3 +702,21 @@ def _reached(jaxpr: Any) -> list[bool]:
         if any(not isinstance(atom, core.Literal) and atom in depend for atom in equation.invars):
             depend.update(equation.outvars)
     return [not isinstance(atom, core.Literal) and atom in depend for atom in jaxpr.outvars[1:]]
+
+
+class JaxProbe(Probe):
+    """Looks into the operations of a traced step."""
+
+    watches_uncompiled: ClassVar[bool] = True
+    watch = staticmethod(watch)
+    force = staticmethod(force)
+    replay = staticmethod(replay)
+    clock = staticmethod(clock)
+
+    def simulates(self, device: Device) -> frozenset[str]:
+        return frozenset(SIMULATED)
+
+    def peak_memory(self) -> int | None:
+        """Return the peak of the first device's allocator; None where it does not count, as on a CPU."""
+        stats = jax.local_devices()[0].memory_stats()
+        return None if stats is None else stats.get("peak_bytes_in_use")

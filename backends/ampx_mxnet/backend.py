@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
 from ampx.backend import CastPlan, Unscaled
 from ampx.protocol import Member
-from ampx.run import Run
 
-from . import casting, devices, dtypes, gradients, inference, numerics
+from . import casting, devices, dtypes, gradients
 from .compat import mx
 from .losses import inspect_loss, scale_loss
 from .prepare import prepare
@@ -24,7 +22,6 @@ class MXNetBackend(ampx.GenericBackend):
 
     name: ClassVar[str] = "mxnet"
     optimizers: ClassVar[str] = "a gluon.Trainer"
-    rounds_unseen: ClassVar[bool] = True
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
@@ -32,21 +29,16 @@ class MXNetBackend(ampx.GenericBackend):
         gradients="implicit",
         autocast="scoped",
         op_lists=True,
-        promotes=True,
         clipping=True,
-        master_weights=True,
         per_loss_scales=True,
-        sparse=True,
         vector_losses=True,
-        distributed=True,
-        names_gradients=True,
-        automates=True,
-        watches=True,
-        forces=True,
-        replays=True,
-        simulates=numerics.SIMULATED,
-        converts=True,
     )
+    offers: ClassVar[Mapping[str, str]] = {
+        "probe": "ampx_mxnet.numerics:MXNetProbe",
+        "converter": "ampx_mxnet.inference:MXNetConverter",
+        "automation": "ampx_mxnet.run:MXNetAutomation",
+        "demo": "ampx_mxnet.demo:MxnetTrainer",
+    }
 
     # Verbs that stand in modules of their own; those that take the backend are methods as they are.
     device = staticmethod(devices.describe)
@@ -58,12 +50,6 @@ class MXNetBackend(ampx.GenericBackend):
     inspect_loss = staticmethod(inspect_loss)
     scale = staticmethod(scale_loss)
     prepare = staticmethod(prepare)
-    watch = staticmethod(numerics.watch)
-    force = staticmethod(numerics.force)
-    replay = numerics.replay
-    clock = numerics.clock
-    convert = inference.convert
-    infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, mx.gluon.Trainer) and not isinstance(candidate, AmpTrainer)
@@ -94,17 +80,3 @@ class MXNetBackend(ampx.GenericBackend):
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         return gradients.name_nonfinite(optimizer.trainer, model)
-
-    def seed(self, number: int) -> None:
-        """Seed MXNet, whose random numbers are then the same in every run."""
-        mx.random.seed(number)
-
-    def automate(self, run: Run) -> AbstractContextManager[Any]:
-        from .run import automate  # patches, which nothing else should come near
-
-        return automate(run)
-
-    def demo(self) -> Any:
-        from .demo import MxnetTrainer  # scikit-learn is needed for the demo only
-
-        return MxnetTrainer()

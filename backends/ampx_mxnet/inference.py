@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ampx.backend import Array, Backend, Conversion, Converted, is_module
+from ampx.backend import Array, Backend, is_module
 from ampx.errors import ConversionError, InvalidOptionError
+from ampx.shipping.converter import Conversion, Converted, Converter
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from .calls import named
@@ -145,3 +146,12 @@ def _block(symbol: Any, inputs: Sequence[Any], stored: Mapping[str, Any], contex
         parameter._load_init(stored[name].copy(), ctx=context)
         parameter.grad_req = "null"
     return block
+
+
+class MXNetConverter(Converter):
+    """Converts blocks of MXNet."""
+
+    infer = staticmethod(infer)
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        return convert(self.backend, model, conversion)

@@ -15,14 +15,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 
-from ampx.backend import CastPlan, Reading, Replayed, Step, Watch, Watching
+from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import DetachedLossError, UnsupportedDtypeError
 from ampx.numerics.formats import FORMATS, Format
+from ampx.numerics.probe import Probe, Reading, Replayed, Step, Watch, Watching
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
 from ampx.numerics.watching import (
@@ -46,9 +47,6 @@ from .casting import switch
 from .compat import mx
 from .gradients import all_finite, collect
 from .losses import scale_loss
-
-if TYPE_CHECKING:
-    from .backend import MXNetBackend
 
 _device: Final = devices.describe("auto")
 # What this machine's best device does not compute in.
@@ -147,7 +145,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def watch(model: Any | None, watching: Watching) -> Iterator[Watch]:
-    """Read the outputs of blocks and the gradients of these outputs: see `Backend.watch`."""
+    """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
     names = Names(model, named)
     names.check(watching.modules, "watch")
     log = _Log(watching, _read, _elements)
@@ -334,7 +332,7 @@ def _operation(watcher: _Watcher, native: Callable[..., Any]) -> Callable[..., A
 
 @contextmanager
 def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
-    """Compute blocks in dtypes of their own, or round as these would: see `Backend.force`."""
+    """Compute blocks in dtypes of their own, or round as these would: see `Probe.force`."""
     if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
         raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
     names = Names(model, named)
@@ -432,11 +430,11 @@ def rounded(tensor: Any, dtype: str) -> Any:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+def replay(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Compute a batch and its gradients, and leave everything but MXNet's random numbers as it was.
 
     MXNet tells nobody where its random numbers are. Every replay draws the same ones, those of one seed; afterwards
-    others follow than without the replay, the same in every run of a seeded script. See `Backend.replay`.
+    others follow than without the replay, the same in every run of a seeded script. See `Probe.replay`.
     """
     trained = {
         name: parameter
@@ -454,8 +452,8 @@ def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None,
     return Replayed(value, gradients, {name: combined([(size, values)]) for name, (size, _), values in numbers})
 
 
-def clock(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `Backend.clock`.
+def clock(backend: Backend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+    """Return what times a batch and its gradients: see `Probe.clock`.
 
     Where something is cast, each step waits to see whether gradients are finite, as the trainer's will do.
     """
@@ -480,7 +478,7 @@ def clock(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None) 
     return seconds
 
 
-def _computed(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
+def _computed(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
     """Return the loss of a batch, after its backward."""
     with switch.Region(None) if plan is None else casting.region(plan, True), mx.autograd.record():
         loss = step(model)
@@ -535,3 +533,24 @@ def _restored(model: Any) -> Iterator[None]:
                 before.copyto(array)
         for data, was_fresh in fresh:
             data._fresh_grad = was_fresh
+
+
+class MXNetProbe(Probe):
+    """Looks into blocks of MXNet."""
+
+    rounds_unseen: ClassVar[bool] = True
+    watch = staticmethod(watch)
+    force = staticmethod(force)
+
+    def simulates(self, device: Device) -> frozenset[str]:
+        return SIMULATED
+
+    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+        return replay(self.backend, model, step, plan, scale)
+
+    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+        return clock(self.backend, model, step, plan)
+
+    def seed(self, number: int) -> None:
+        """Seed MXNet, whose random numbers are then the same in every run."""
+        mx.random.seed(number)

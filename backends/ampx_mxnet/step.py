@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from ampx.backend import GenericBackend
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
 from ampx.numerics.host_meter import HostMeter
@@ -28,9 +29,6 @@ from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook
 from .losses_by_id import LossMixer
 from .low_precision import low_parameters
-
-if TYPE_CHECKING:
-    from .backend import MXNetBackend
 
 # What is the wrapper's own; everything else is read and set on the raw trainer.
 _OWN: Final = frozenset(
@@ -65,7 +63,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     _reduced: bool
     _true: bool
 
-    def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
+    def __init__(self, backend: GenericBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
         self.trainer = trainer
         self.ampx_member = member
         self._backend = backend
@@ -415,8 +413,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return all(parameter.grad_req == "null" for parameter in self.trainer._params)
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether the next backward overwrites true gradients."""
-        return not self._mixer.active and not self._adding()
+        """Return whether the next backward overwrites unscaled gradients, or all that add are zeros.
+
+        Sync: one a gradient that adds, until one is not.
+        """
+        return not self._mixer.active and not gradients.any_nonzero(self._adding())
 
     def ampx_notice_cleared(self) -> None:
         """Forget them: a step skipped by hand."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ampx.backend import CastPlan, reject_unknown
+from ampx.backend import CastPlan, GenericBackend, reject_unknown
 from ampx.errors import (
     LowPrecisionParametersError,
     ProtocolError,
@@ -20,11 +20,8 @@ from .hook import OverflowHook, SavedScaler
 from .low_precision import LowParameter
 from .step import AmpTrainer
 
-if TYPE_CHECKING:
-    from .backend import MXNetBackend
 
-
-def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
+def make_wrapper(backend: GenericBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
     """Wrap a raw trainer; with the option `in_place`, the trainer itself becomes the wrapped one.
 
     `in_place` may also be a class made from `AmpTrainer`: then it becomes one of these.
@@ -46,7 +43,7 @@ def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: M
     return wrapped
 
 
-def _wrap(backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
+def _wrap(backend: GenericBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
     kind = options.get("in_place")
     if not kind:
         return AmpTrainer(backend, trainer, member, options)

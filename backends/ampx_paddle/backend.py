@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import paddle
 
 import ampx
 from ampx.backend import CastPlan, Unscaled
-from ampx.run import Run
 
-from . import casting, devices, gradients, inference, numerics
+from . import casting, devices, gradients
 from .losses import inspect_loss, scale_loss, watch_backward
 from .prepare import prepare
 from .static import StaticOptimizer
@@ -23,30 +22,23 @@ class PaddleBackend(ampx.GenericBackend):
     """PaddlePaddle: auto_cast for casting, Paddle's own check-and-unscale kernel for loss scaling."""
 
     name: ClassVar[str] = "paddle"
-    rounds_unseen: ClassVar[bool] = True
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
         levels=frozenset({"O0", "O1", "O2", "O3"}),
         gradients="implicit",
         autocast="scoped",
-        promotes=True,
         clipping=True,
         op_lists=True,
-        master_weights=True,
         per_loss_scales=True,
-        closures=True,
-        sparse=True,
         sees_backward=True,
-        distributed=True,
-        names_gradients=True,
-        automates=True,
-        watches=True,
-        forces=True,
-        replays=True,
-        simulates=numerics.SIMULATED,
-        converts=True,
     )
+    offers: ClassVar[Mapping[str, str]] = {
+        "probe": "ampx_paddle.numerics:PaddleProbe",
+        "converter": "ampx_paddle.inference:PaddleConverter",
+        "automation": "ampx_paddle.run:PaddleAutomation",
+        "demo": "ampx_paddle.demo:PaddleTrainer",
+    }
 
     # Verbs that stand in modules of their own; those that take the backend are methods as they are.
     device = staticmethod(devices.describe)
@@ -61,12 +53,6 @@ class PaddleBackend(ampx.GenericBackend):
     gradients = staticmethod(gradients.collect)
     prepare = staticmethod(prepare)
     wrap_optimizer = make_wrapper
-    watch = numerics.watch
-    force = numerics.force
-    replay = numerics.replay
-    clock = numerics.clock
-    convert = inference.convert
-    infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
         wrapped = isinstance(candidate, (AmpOptimizer, StaticOptimizer))
@@ -94,21 +80,3 @@ class PaddleBackend(ampx.GenericBackend):
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         return gradients.name_nonfinite(optimizer.optimizer, model)
-
-    def seed(self, number: int) -> None:
-        """Seed Paddle, whose random numbers are then the same in every run."""
-        paddle.seed(number)
-
-    def peak_memory(self) -> int | None:
-        """Return the peak of Paddle's allocator on the present GPU; None without one."""
-        return paddle.device.cuda.max_memory_allocated() if paddle.device.is_compiled_with_cuda() else None
-
-    def automate(self, run: Run) -> AbstractContextManager[Any]:
-        from .run import automate  # patches, which nothing else should come near
-
-        return automate(run)
-
-    def demo(self) -> Any:
-        from .demo import PaddleTrainer  # scikit-learn is needed for the demo only
-
-        return PaddleTrainer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Final
 
 import paddle
 
@@ -12,9 +11,6 @@ from ampx.errors import UnsupportedDeviceError
 from ampx.policy import Dtype
 
 from . import casting
-
-# What layers can be rounded to on a CPU.
-SIMULATED: Final = frozenset(("float16", "bfloat16", "float8_e4m3", "float8_e5m2"))
 
 
 def describe(name: str) -> Device:
@@ -69,7 +65,6 @@ def _describe_cpu() -> Device:
         name="cpu",
         reason=reason,
         details={"version": paddle.__version__},
-        simulated=SIMULATED if present == "cpu" else frozenset(),
     )
 
 

@@ -1,13 +1,15 @@
-"""The published name of `ampx_paddle.old.fluid`: the modules there, by this name too."""
+"""The published name of `ampx_fluid.fluid`: the modules there, by this name too, and by the one that they had."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING
 
-from .old import fluid
+from ampx.rooms import import_part
 
 if TYPE_CHECKING:
-    from .old.fluid import *  # noqa: F403
+    from ampx_fluid.fluid import *  # noqa: F403
 
-sys.modules.update(fluid.modules(__name__))
+_fluid = import_part("ampx_fluid.fluid", __name__)
+for _name in (__name__, "ampx_paddle.old.fluid"):
+    sys.modules.update(_fluid.modules(_name))

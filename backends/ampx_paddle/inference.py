@@ -16,8 +16,9 @@ from typing import Any, Final
 import numpy as np
 import paddle
 
-from ampx.backend import Array, Backend, Conversion, Converted, map_leaves
+from ampx.backend import Array, Backend, map_leaves
 from ampx.errors import ConversionError, InvalidOptionError, UnsupportedDtypeError
+from ampx.shipping.converter import Conversion, Converted, Converter
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from . import devices
@@ -194,3 +195,12 @@ def _program(layer: Any, batch: Any) -> Any:
         ) from error
     loaded.eval()
     return loaded
+
+
+class PaddleConverter(Converter):
+    """Converts layers of Paddle."""
+
+    infer = staticmethod(infer)
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        return convert(self.backend, model, conversion)

@@ -14,18 +14,19 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ClassVar, Final, cast
 from unittest import mock
 
 import numpy as np
 import paddle
 from paddle.autograd.backward_mode import backward  # `ampx run` patches the public name
 
-from ampx.backend import CastPlan, Replayed, Step, Watch, Watching
+from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import UnsupportedDtypeError
 from ampx.numerics.formats import FORMATS, Format
+from ampx.numerics.probe import Probe, Replayed, Step, Watch, Watching
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
 from ampx.numerics.watching import (
@@ -49,11 +50,10 @@ from .gradients import gradient_of, unscale
 from .losses import scale_loss
 from .writes import unnoticed
 
-if TYPE_CHECKING:
-    from .backend import PaddleBackend
-
+# What layers can be rounded to on a CPU.
+_ROUNDED: Final = frozenset(("float16", "bfloat16", "float8_e4m3", "float8_e5m2"))
 # What this machine's best device does not compute in.
-SIMULATED: Final = devices.SIMULATED - devices.best().native
+SIMULATED: Final = _ROUNDED - devices.best().native
 # What Paddle rounds by casts: its casts to the others do not round as the dtypes are defined.
 _CAST: Final = ("float16", "bfloat16")
 # Operators of tensors that are methods written in C; what they compute, as Paddle calls it.
@@ -66,7 +66,7 @@ _METHODS: Final = {
 
 
 @contextmanager
-def _uncompiled(backend: PaddleBackend, call: str, model: Any | None) -> Iterator[None]:
+def _uncompiled(backend: Backend, call: str, model: Any | None) -> Iterator[None]:
     """Return a region in which functions that `to_static` compiled run as they are written."""
     if model is not None and not paddle.in_dynamic_mode():
         backend.refuse(f"{call} in a static graph (use an eager model)")
@@ -111,8 +111,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def watch(backend: PaddleBackend, model: Any | None, watching: Watching) -> Iterator[Watch]:
-    """Read the outputs of layers and the gradients of these outputs: see `Backend.watch`."""
+def watch(backend: Backend, model: Any | None, watching: Watching) -> Iterator[Watch]:
+    """Read the outputs of layers and the gradients of these outputs: see `Probe.watch`."""
     names = Names(model, named)
     names.check(watching.modules, "watch")
     log = Log(watching, _read, _elements)
@@ -342,8 +342,8 @@ def _in_backward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def force(backend: PaddleBackend, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
-    """Compute layers in dtypes of their own, or round as these would: see `Backend.force`."""
+def force(backend: Backend, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+    """Compute layers in dtypes of their own, or round as these would: see `Probe.force`."""
     if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
         raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
     names = Names(model, named)
@@ -458,8 +458,8 @@ def rounded(tensor: Any, dtype: str) -> Any:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-    """Compute a batch and its gradients, and leave everything as it was: see `Backend.replay`."""
+def replay(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+    """Compute a batch and its gradients, and leave everything as it was: see `Probe.replay`."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.stop_gradient]
     limits = FORMATS["float16" if plan is None else plan.dtype]
     with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
@@ -472,8 +472,8 @@ def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None
     return Replayed(value, gradients, {name: stat for (name, _), stat in zip(trained, stats, strict=True)})
 
 
-def clock(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `Backend.clock`.
+def clock(backend: Backend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+    """Return what times a batch and its gradients: see `Probe.clock`.
 
     Where something is cast, each step waits to see whether gradients are finite, as the optimizer's will do.
     """
@@ -496,7 +496,7 @@ def clock(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None)
     return seconds
 
 
-def _computed(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
+def _computed(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
     """Return the loss of a batch, after its backward."""
     with casting.region(plan, True) if plan and computes(plan.dtype) else casting.off():
         loss = step(model)
@@ -569,3 +569,34 @@ def _put_back(parameter: Any, gradients: tuple[Any, Any]) -> None:
         parameter.clear_gradient(False)
     if gradient is not None:
         parameter._set_grad_ivar(gradient)
+
+
+class PaddleProbe(Probe):
+    """Looks into layers of Paddle."""
+
+    rounds_unseen: ClassVar[bool] = True
+
+    def simulates(self, device: Device) -> frozenset[str]:
+        """Return what values are rounded to; on a CPU on which eager Paddle computes, whatever the best device has."""
+        eager_cpu = device.name == "cpu" and paddle.in_dynamic_mode() and paddle.get_device() == "cpu"
+        return _ROUNDED if eager_cpu else SIMULATED
+
+    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
+        return watch(self.backend, model, watching)
+
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[None]:
+        return force(self.backend, model, dtypes)
+
+    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+        return replay(self.backend, model, step, plan, scale)
+
+    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+        return clock(self.backend, model, step, plan)
+
+    def seed(self, number: int) -> None:
+        """Seed Paddle, whose random numbers are then the same in every run."""
+        paddle.seed(number)
+
+    def peak_memory(self) -> int | None:
+        """Return the peak of Paddle's allocator on the present GPU; None without one."""
+        return paddle.device.cuda.max_memory_allocated() if paddle.device.is_compiled_with_cuda() else None

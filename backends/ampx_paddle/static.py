@@ -6,11 +6,12 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import paddle
 
+from ampx.backend import GenericBackend
 from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
 from ampx.events import Event, StepResult
 from ampx.optimizer import WrappedOptimizer
@@ -19,9 +20,6 @@ from ampx.scale_state import LossScaleState, next_state
 
 from . import casting
 from .delegation import DelegatingOptimizer
-
-if TYPE_CHECKING:
-    from .backend import PaddleBackend
 
 _FIELDS: Final = tuple(field.name for field in fields(LossScaleState))
 _OWN: Final = frozenset(("optimizer", "ampx_member", "_backend", "_plan", "_clips", "ampx_values"))
@@ -133,7 +131,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
     # shows both. Casting is `auto_cast`'s work while the program is built, the check is Paddle's own kernel, and the
     # condition is `paddle.static.nn.cond`.
 
-    def __init__(self, backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+    def __init__(self, backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         self.optimizer = optimizer
         self.ampx_member = member
         self._backend = backend

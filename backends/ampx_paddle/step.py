@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import paddle
 
-from ampx.backend import CastPlan, Unscaled
+from ampx.backend import CastPlan, GenericBackend, Unscaled
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
 from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
@@ -37,9 +37,6 @@ from .gradients import (
 from .guard import StepGuard
 from .losses_by_id import LossMixer, drop_gradients, refuse_unmixable
 from .writes import Writes
-
-if TYPE_CHECKING:
-    from .backend import PaddleBackend
 
 _WIDE: Final = paddle.float32
 _living: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()  # some may share parameters
@@ -81,7 +78,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         ampx_member: Its place in the protocol.
     """
 
-    def __init__(self, backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+    def __init__(self, backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         self._mixer = LossMixer()
         self._writes = Writes(member)
         are_scaled = weakref.WeakMethod(self._are_scaled)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import paddle
 
-from ampx.backend import reject_unknown
+from ampx.backend import GenericBackend, reject_unknown
 from ampx.errors import UnsupportedByBackendError
 from ampx.protocol import Member
 
@@ -17,12 +17,9 @@ from .gradients import parameters
 from .static import StaticOptimizer
 from .step import AmpOptimizer, refuse_low_precision
 
-if TYPE_CHECKING:
-    from .backend import PaddleBackend
-
 
 def make_wrapper(
-    backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]
+    backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]
 ) -> AmpOptimizer | StaticOptimizer:
     """Wrap a raw optimizer, or refuse what could not be stepped rightly."""
     reject_unknown("paddle", options, ())
@@ -41,7 +38,9 @@ def make_wrapper(
     return kind(backend, optimizer, member, options)
 
 
-def _wrap_static(backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> StaticOptimizer:
+def _wrap_static(
+    backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]
+) -> StaticOptimizer:
     if not paddle.framework.in_pir_mode():
         raise UnsupportedByBackendError(
             "wrap_optimizer was called for a static graph of the old kind; accepted: eager mode, and static graphs in "

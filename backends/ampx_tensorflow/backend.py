@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -11,10 +11,9 @@ import keras
 import tensorflow as tf
 
 import ampx
-from ampx.backend import Array, CastPlan, Conversion, Converted, Replayed, Step, Watch, Watching, reject_unknown
+from ampx.backend import CastPlan, reject_unknown
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
-from ampx.run import Run
 
 from . import casting, devices, gradients, keras3, losses, oplists, rewrite, step
 from .old import graph_rewrite, tf1
@@ -24,7 +23,6 @@ class TensorFlowBackend(ampx.Backend):
     """TensorFlow and Keras: dtype policies for casting, Keras' own LossScaleOptimizer for loss scaling."""
 
     name: ClassVar[str] = "tensorflow"
-    watches_uncompiled: ClassVar[bool] = True
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
@@ -32,24 +30,17 @@ class TensorFlowBackend(ampx.Backend):
         gradients="explicit",
         autocast="scoped",
         op_lists=True,
-        promotes=True,
         clipping=True,
-        master_weights=True,
         per_loss_scales=True,
-        sparse=True,
         vector_losses=True,
         sees_backward=True,
-        distributed=True,
-        device_scale=True,
-        traceable=True,
-        automates=True,
-        names_gradients=True,
-        watches=True,
-        forces=True,
-        replays=True,
-        simulates=frozenset(("float8_e4m3", "float8_e5m2")),
-        converts=True,
     )
+    offers: ClassVar[Mapping[str, str]] = {
+        "probe": "ampx_tensorflow.numerics.probe:TensorFlowProbe",
+        "converter": "ampx_tensorflow.inference:TensorFlowConverter",
+        "automation": "ampx_tensorflow.run:TensorFlowAutomation",
+        "demo": "ampx_tensorflow.demo:KerasTrainer",
+    }
 
     # Verbs that stand in modules of their own.
     device = staticmethod(devices.describe)
@@ -153,71 +144,6 @@ class TensorFlowBackend(ampx.Backend):
             name = names.get(id(plain)) or gradients.name(variable)
             rows.append((name, bad, int(tf.TensorShape(variable.shape).num_elements())))
         return rows
-
-    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
-        """Return a region that reads layers, `tf.Module`s and operations; functions run as Python inside."""
-        from . import numerics  # few programs use it
-
-        return numerics.watch(model, watching)
-
-    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
-        """Return a region in which modules compute in dtypes of their own.
-
-        Of a `tf.Module` that is no layer, low precision is that of its products, as under `ampx run`: results are
-        float32 again, as the variables are.
-        """
-        from . import numerics  # as above
-
-        return numerics.force(model, dtypes)
-
-    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        """Compute the loss of a batch and its gradients; functions run as Python.
-
-        Where the program has set no seed, random operations draw from one of ampx during the replay. An operation with
-        a seed of its own starts from it again, in the replay and after it.
-        """
-        from . import numerics  # as above
-
-        return numerics.replay(model, step, plan, scale, lambda: self.autocast(plan, True))  # type: ignore[arg-type]
-
-    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        """Return what times a batch and its gradients, as one function where TensorFlow can trace the step."""
-        from . import numerics  # as above
-
-        return numerics.clock(model, step, plan, lambda: self.autocast(plan, True))  # type: ignore[arg-type]
-
-    def convert(self, model: Any, conversion: Conversion) -> Converted:
-        """Convert a model of Keras 3 for inference."""
-        from . import inference  # as above
-
-        return inference.convert(self, model, conversion)
-
-    def infer(self, model: Any, batch: Any) -> Mapping[str, Array]:
-        """Call a converted model; a dict or list is its only argument."""
-        from . import inference  # as above
-
-        return inference.infer(model, batch)
-
-    def demo(self) -> Any:
-        from .demo import KerasTrainer  # scikit-learn is needed for the demo only
-
-        return KerasTrainer()
-
-    def seed(self, number: int) -> None:
-        """Seed TensorFlow and Keras, whose random numbers are then the same in every run."""
-        keras.utils.set_random_seed(number)
-
-    def peak_memory(self) -> int | None:
-        """Return the peak of TensorFlow's allocator on the first GPU; None without one."""
-        if not tf.config.list_logical_devices("GPU"):
-            return None
-        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
-
-    def automate(self, run: Run) -> AbstractContextManager[None]:
-        """Train a script that knows nothing of ampx in mixed precision."""
-        from .run import automate  # patches what it imports, in `ampx run` only
-
-        return automate(run)
 
 
 def _tf_keras_casting() -> Any:

@@ -13,8 +13,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ampx.backend import Array, Backend, Conversion, Converted
+from ampx.backend import Array, Backend
 from ampx.errors import ConversionError, InvalidOptionError
+from ampx.shipping.converter import Conversion, Converted, Converter
 from ampx.shipping.layers import check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from .casting import LOW
@@ -195,3 +196,15 @@ def _take_weights(model: Any, converted: Any) -> None:
         )
     for old, new in pairs:
         new.assign(keras.ops.cast(old.value, new.dtype))
+
+
+class TensorFlowConverter(Converter):
+    """Converts models of Keras 3."""
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        """Convert a model of Keras 3."""
+        return convert(self.backend, model, conversion)
+
+    def infer(self, model: Any, batch: Any) -> Mapping[str, Array]:
+        """Call a converted model; a dict or list is its only argument."""
+        return infer(model, batch)

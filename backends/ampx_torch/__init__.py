@@ -8,7 +8,7 @@ import ampx
 @ampx.hookimpl
 def ampx_register_backends(register: ampx.Register) -> None:
     """Register PyTorch."""
-    register("torch", load, roots=("torch",), requires="torch>=2.7", stands_in_for=("apex",))
+    register("torch", load, roots=("torch",), requires="torch>=2.7")
 
 
 def load() -> ampx.Backend:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -13,9 +12,8 @@ import ampx
 from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
-from ampx.run import Run
 
-from . import casting, debug, devices, inference, numerics, prepare, raw_steps
+from . import casting, debug, devices, prepare, raw_steps
 from .reach import leaves_of
 from .trees import LOW
 from .wrapping import make_wrapper
@@ -32,23 +30,16 @@ class TorchBackend(ampx.Backend):
         gradients="implicit",
         autocast="scoped",
         op_lists=True,
-        promotes=True,
         clipping=True,
-        master_weights=True,
         per_loss_scales=True,
-        closures=True,
-        sparse=True,
         sees_backward=True,
-        distributed=True,
-        device_scale=True,
-        names_gradients=True,
-        automates=True,
-        watches=True,
-        forces=True,
-        replays=True,
-        simulates=frozenset(numerics.SIMULATED),
-        converts=True,
     )
+    offers: ClassVar[Mapping[str, str]] = {
+        "probe": "ampx_torch.numerics.probe:TorchProbe",
+        "converter": "ampx_torch.inference:TorchConverter",
+        "automation": "ampx_torch.run:TorchAutomation",
+        "demo": "ampx_torch.demo:TorchTrainer",
+    }
 
     # Verbs that stand in modules of their own; those that take the backend are methods as they are.
     device = staticmethod(devices.describe)
@@ -62,13 +53,6 @@ class TorchBackend(ampx.Backend):
     wrap_optimizer = staticmethod(make_wrapper)
     prepare = staticmethod(prepare.prepare)
     nonfinite_parameters = staticmethod(debug.nonfinite_parameters)
-    seed = staticmethod(torch.manual_seed)
-    watch = staticmethod(numerics.watch)
-    force = staticmethod(numerics.force)
-    replay = numerics.replay
-    clock = numerics.clock
-    convert = inference.convert
-    infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, WrappedOptimizer)
@@ -128,20 +112,6 @@ class TorchBackend(ampx.Backend):
         on_device = next(scale for scale in scales if isinstance(scale, torch.Tensor))
         options: dict[str, Any] = {"dtype": torch.float32, "device": on_device.device}
         return torch.stack([torch.as_tensor(scale, **options) for scale in scales]).amin()
-
-    def peak_memory(self) -> int | None:
-        """Return the peak of torch's allocator on the present GPU; None without one."""
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-
-    def automate(self, run: Run) -> AbstractContextManager[None]:
-        from .run import automate  # only `ampx run` needs it
-
-        return automate(run)
-
-    def demo(self) -> Any:
-        from .demo import TorchTrainer  # scikit-learn is needed for the demo only
-
-        return TorchTrainer()
 
 
 # Whether a tensor stands for values inside a function that torch.func differentiates or maps.

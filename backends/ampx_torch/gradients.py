@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from ampx.errors import LowPrecisionParametersError
-from ampx.optimizer import NotCopied
+from ampx.protocol import NotCopied
 
 from .debug import name_parameters
 from .folded_step import EPSILON, is_large, is_plain, reads_finite

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampx.backend import Array, Backend, Conversion, Converted, is_module
+from ampx.backend import Array, Backend, is_module
 from ampx.errors import ConversionError, InvalidOptionError
+from ampx.shipping.converter import Conversion, Converted, Converter
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from .numerics.names import named
@@ -178,3 +179,12 @@ class _CastBorder:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.dtype in (torch.float32, *LOW) else tensor
+
+
+class TorchConverter(Converter):
+    """Converts modules of torch."""
+
+    infer = staticmethod(infer)
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        return convert(self.backend, model, conversion)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ampx.errors import ProtocolError
-from ampx.optimizer import NotCopied
+from ampx.protocol import NotCopied
 
 if TYPE_CHECKING:
     from .step import AmpOptimizer

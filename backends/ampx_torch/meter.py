@@ -12,8 +12,7 @@ import torch
 from ampx.numerics.formats import FORMATS
 from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.watching import stride
-from ampx.optimizer import NotCopied
-from ampx.protocol import StepObserver
+from ampx.protocol import NotCopied, StepObserver
 
 from .debug import name_parameters
 from .numerics.reductions import Limits, stored

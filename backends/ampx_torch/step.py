@@ -15,8 +15,9 @@ import torch
 
 from ampx.errors import LowPrecisionParametersError, ProtocolError, RawStepError
 from ampx.events import UNCHECKED
-from ampx.optimizer import NotCopied, WrappedOptimizer
-from ampx.protocol import HOST_LEDGER, HostLedger, Member
+from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import HOST_LEDGER, HostLedger, Member, NotCopied
+from ampx.provenance import UNKNOWN, GradientSnapshot, Provenance
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import is_one
 
@@ -27,16 +28,17 @@ from .delegation import DelegatingOptimizer
 from .device_scale import TensorLedger
 from .folded_step import Folded
 from .gradients import GradientSet, clip, reads_free, refuse_half
-from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
 from .meter import UpdateMeter
 from .prepare import masters
+from .slots import ParameterSlots
 from .trees import LOW
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
 
 _NOTHING: Final = nullcontext()
+_SLOTS: Final = ParameterSlots()
 # What a scheduler hangs on an optimizer, for itself.
 _OF_SCHEDULERS: Final = frozenset(("step", "_opt_called"))
 
@@ -110,7 +112,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         process_group: The processes that agree on finiteness, or None.
         gradients: The gradients behind the parameter groups.
         mixer: Keeps losses with scales of their own apart.
-        leftovers: Gradients that carry another scale than the stage says.
+        provenance: Gradients that carry another scale than the stage says.
         pending: What is known of the gradients that wait for a step.
     """
 
@@ -136,7 +138,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Make what belongs to this process and cannot be copied."""
         self.gradients = GradientSet(self.optimizer, self._accepts_half)
         self.mixer = LossMixer()
-        self.leftovers = Leftovers()
+        self.provenance = Provenance(_SLOTS)
         self._meter = UpdateMeter(self._compute)
         self.ampx_member.observers = (self._meter,)
         self.pending = PendingGradients()
@@ -236,7 +238,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
                 member.check_step()
             return []
         self.notice_groups()
-        if self.leftovers.notes:
+        if self.provenance.notes:
             self.bring_together()
         gradients = self.collect()
         if member.backwards and gradients:
@@ -272,7 +274,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
         self.pending.checked[loss_id] = finite
         for other, shared in self._sharers():
-            other.leftovers.note_true(shared)
+            other.provenance.note_unscaled(shared)
 
     def _sharers(self) -> list[tuple[AmpOptimizer, list[torch.nn.Parameter]]]:
         """List other optimizers that take gradients of this one for scaled, and the parameters in question."""
@@ -280,7 +282,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if len(raw_steps.living) < 2:
             return sharers
         for other in list(raw_steps.living):
-            if other is not self and (other.ampx_member.stage == "scaled" or other.leftovers.notes):
+            if other is not self and (other.ampx_member.stage == "scaled" or other.provenance.notes):
                 shared = self.gradients.identities() & other.gradients.identities()
                 if shared:
                     sharers.append((other, [own for own in self.gradients.parameters() if id(own) in shared]))
@@ -343,13 +345,13 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def close(self, checked: dict[int, Any]) -> None:
         """Note the step's outcome and move the loss scale."""
         member, norm, on_device = self.ampx_member, self.pending.norm, self.on_device
-        self.leftovers.notes = {}
+        self.provenance.notes = {}
         if not on_device and False in checked.values():
-            self.leftovers.note(self.leaves(), None)
+            self.provenance.note(self.leaves(), UNKNOWN)
         elif self.masters is not None:  # only the masters' gradients became true
             factor = member.factor if self.mixer.loss_id is None else None
             if type(factor) is not float or factor != 1.0:
-                self.leftovers.note(self.masters.model_parameters(), factor)
+                self.provenance.note(self.masters.model_parameters(), factor)
         self.pending.forget()
         if self.mixer.loss_id is not None or member.mixes:
             self.mixer.reset(self)
@@ -448,7 +450,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Make pending scaled gradients true and note their finiteness; test true ones that may have changed."""
         member = self.ampx_member
         if member.stage == "scaled" or (member.stage == "unscaled" and self.pending.revealed):
-            if self.leftovers.notes:
+            if self.provenance.notes:
                 self.bring_together()
             if member.stage == "scaled":
                 gradients = self.collect()
@@ -581,8 +583,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.notice_groups()
         if self.mixer.evaluating:
             self.mixer.check(self)
-        elif self.leftovers.notes:
-            self.leftovers.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
+        elif self.provenance.notes:
+            self.provenance.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
         factors = self.ampx_member.factors
         if factors and loss_id not in factors:
             self._check_not_shared(loss_id)
@@ -612,7 +614,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if self.mixer.evaluating:
             self.mixer.before(self, loss_id)
         elif self.ampx_member.factors:
-            if self.leftovers.notes:
+            if self.provenance.notes:
                 self.bring_together()
             self.mixer.before(self, loss_id)
         elif self._keeps_gradients(scale):  # the first loss since the last step
@@ -631,9 +633,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             raw_steps.end_body(self._bodies.scale)
         self.mixer.abandon(self)
         if not self.ampx_member.factors:
-            self.leftovers.note(self.leaves(), self._bodies.scale)
+            self.provenance.note(self.leaves(), self._bodies.scale)
 
-    def ampx_watch(self, scale: Any) -> tuple[int, list[Sight]] | None:
+    def ampx_watch(self, scale: Any) -> tuple[int, list[GradientSnapshot]] | None:
         """Look at the gradients before the body of other optimizers."""
         member = self.ampx_member
         if not member.group.enabled or (type(scale) is float and scale == 1.0 and not self._scales):
@@ -641,20 +643,20 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         # What a body of this one does, or another thread, is no other optimizer's doing.
         if member.stage in ("inside", "interrupted") or self._bodies.thread not in (None, get_ident()):
             return None
-        return self._bodies.count, look(self.leaves())
+        return self._bodies.count, _SLOTS.snapshot(self.leaves())
 
-    def ampx_notice_foreign(self, before: tuple[int, list[Sight]], scale: Any) -> None:
+    def ampx_notice_foreign(self, before: tuple[int, list[GradientSnapshot]], scale: Any) -> None:
         """Note the gradients to which a body of other optimizers has written."""
-        entered, sights = before
+        entered, snapshots = before
         if entered != self._bodies.count or self._bodies.thread not in (None, get_ident()):
             return
         member = self.ampx_member
         default = {"idle": 1.0, "scaled": member.factor}.get(member.stage)
-        self.leftovers.note_foreign(sights, default, scale)
+        self.provenance.note_foreign(snapshots, default, scale)
 
     def _keeps_gradients(self, scale: Any) -> bool:
         """Return whether gradients are left that might carry another scale; here a step costs time that has none."""
-        if not self.leftovers.notes and type(scale) is float and scale == 1.0:
+        if not self.provenance.notes and type(scale) is float and scale == 1.0:
             return False
         if self.masters is not None:
             return True
@@ -666,8 +668,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def are_unknown(self) -> bool:
         """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
-        left = self.ampx_member.stage == "idle" and bool(self.leftovers.notes)
-        return left and self.leftovers.are_unknown(self.leaves())
+        left = self.ampx_member.stage == "idle" and bool(self.provenance.notes)
+        return left and self.provenance.are_unknown(self.leaves())
 
     def bring_together(self) -> None:
         """Have gradients to which losses of other optimizers were added carry what the others of this one carry."""
@@ -676,11 +678,11 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.ampx_member.end_change()
 
     def _bring_to(self, scale: Any, default: Any) -> None:
-        plan = self.leftovers.plan(self.leaves(), scale, default)
+        plan = self.provenance.plan(self.leaves(), scale, default)
         if plan:
             self.ampx_member.begin_change()
-            divide(plan)
-        self.leftovers.notes = {}
+            self.provenance.divide(plan)
+        self.provenance.notes = {}
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """List the parameters whose gradients backward makes."""
@@ -712,7 +714,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.optimizer.zero_grad(set_to_none)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
-        self.leftovers.notes = {}
+        self.provenance.notes = {}
         if member.stage != "idle":
             self.forget()
 
@@ -756,18 +758,15 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         added, self._groups = groups[self._groups :], len(groups)
         self._raw.incomplete = isinstance(self.optimizer, torch.optim.SGD)
         if not true and self.ampx_member.stage in ("idle", "unscaled") and self._scales:
-            self.leftovers.note([parameter for group in added for parameter in group["params"]], None)
+            self.provenance.note([parameter for group in added for parameter in group["params"]], UNKNOWN)
 
     def __repr__(self) -> str:
         return f"AmpOptimizer({self.optimizer!r}, {self.ampx_member.group.config!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process, and what a scheduler hung on it."""
-        kept = {
-            key: value
-            for key, value in self.__dict__.items()
-            if not (isinstance(value, NotCopied) or key in _OF_SCHEDULERS)
-        }
+        own = {key: value for key, value in self.__dict__.items() if key not in _OF_SCHEDULERS}
+        kept = {key: value for key, value in own.items() if not isinstance(value, NotCopied)}
         ledger = self.ampx_member.group.ledger
         return {**kept, "_ledger": type(ledger) if isinstance(ledger, TensorLedger) else None}
 
@@ -781,7 +780,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._attach()
         if self.ampx_member.stage != "idle":
             self.ampx_member.forget()
-            self.leftovers.note(self.leaves(), None)
+            self.provenance.note(self.leaves(), UNKNOWN)
 
 
 class StepGuard:

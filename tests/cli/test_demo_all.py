@@ -23,10 +23,10 @@ def load():
 FRAMEWORK = """
 import os
 import ampx
-from ampx.cli.demo import RunResult
+from ampx.cli.demo import Demo, RunResult
 from toy.implicit import ImplicitToy
 
-class Trainer:
+class Trainer(Demo):
     def train(self, data, run, on_step):
         # here
         losses = [2.0, 1.0, 0.5, 0.25]
@@ -39,8 +39,7 @@ class Backend(ImplicitToy):
     name = "{name}"
     def device(self, name):
         return ampx.Device("cpu", frozenset({dtypes}))
-    def demo(self):
-        return Trainer()
+    offers = {{"demo": Trainer}}
 
 def make():
     return Backend()

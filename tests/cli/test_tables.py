@@ -25,7 +25,6 @@ DECLARED = {
     "devices": ["gpu", "cpu"],
     "dtypes": ["float16"],
     "levels": ["O0", "O1"],
-    "distributed": False,
     "master_weights": False,
 }
 REFUSED = {

@@ -13,6 +13,7 @@ import pytest
 
 import ampx
 import ampx.testing.kit
+from ampx.numerics.probe import Probe
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite, oracle
 from ampx.testing.bench import Bench
 from ampx.testing.checks import refused
@@ -84,18 +85,34 @@ def test_failed_asserts_show_their_values():
         suite.teardown_method()
 
 
-@pytest.mark.parametrize(
-    ("ability", "verb"),
-    [("watches", "watch: Return"), ("automates", "automate: Return"), ("sees_backward", "watch_backward: Return")],
-)
-def test_a_declared_ability_without_its_verb_is_told_by_name(ability, verb):
-    claims = replace(BareToy.capabilities, **{ability: True})
-    suite = suite_for(verbs(f"Claims_{ability}", BareToy, capabilities=claims))()
+def test_a_declared_ability_without_its_verb_is_told_by_name():
+    claims = replace(BareToy.capabilities, sees_backward=True)
+    suite = suite_for(verbs("Claims", BareToy, capabilities=claims))()
     suite.setup_method()
-    message = f"Claims_{ability}.{verb} .* Wanted because {ability} is declared"
+    message = "Claims.watch_backward: Return .* Wanted because sees_backward is declared"
     try:
         with pytest.raises(NotImplementedError, match=message):
             suite.test_the_verbs_of_what_is_declared_are_written()
+    finally:
+        suite.teardown_method()
+
+
+@pytest.mark.parametrize(
+    ("name", "offers", "error", "message"),
+    [
+        ("Misspelt", {"probes": "toy.numerics:ToyProbe"}, AssertionError, "accepted: probe, converter, automation"),
+        ("NoClass", {"probe": "toy.numerics:Nothing"}, ampx.BackendLoadError, "'toy.numerics:Nothing' as 'probe'"),
+        ("Other", {"probe": "toy.inference:ToyConverter"}, ampx.BackendLoadError, "is derived from ampx.numerics"),
+        ("Abstract", {"probe": Probe}, ampx.BackendLoadError, "which lacks force, replay, watch"),
+        ("TakenOut", {"probe": "toy.nowhere:Probe"}, ampx.UnsupportedByBackendError, "does not support watching"),
+    ],
+)
+def test_an_offer_that_is_none_is_told_by_name(name, offers, error, message):
+    suite = suite_for(verbs(f"Offers{name}", BareToy, offers=offers))()
+    suite.setup_method()
+    try:
+        with pytest.raises(error, match=message):
+            suite.test_what_is_offered_is_there()
     finally:
         suite.teardown_method()
 

@@ -50,7 +50,6 @@ class FakeBackend(ampx.GenericBackend):
         levels=frozenset({"O0", "O1"}),
         autocast="scoped",
         op_lists=True,
-        promotes=True,
         clipping=True,
         per_loss_scales=True,
     )

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from ampx.run.aliases import Aliases
+from ampx.rooms import Aliases
 
 
 @pytest.fixture

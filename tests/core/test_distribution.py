@@ -29,7 +29,16 @@ ARGUMENT = r"""(?:'[^'\n]*'|"[^"\n]*"|[^\s`'"#&;]+)"""
 INSTALLS = re.compile(rf"\b(?:install|uvx|(?:pipx|uv) (?:run|add))((?: +{ARGUMENT})+)")
 WRONG = re.compile(r"""['"]?ampx(?:\[[^\]]*\])?(?:[=<>~!][^'"]*)?['"]?[.,;:)]*""")
 # What is in the wheel, by folder: for users, and for authors of backends.
-PACKAGES = {"ampx", "ampx_jax", "ampx_mxnet", "ampx_paddle", "ampx_tensorflow", "ampx_torch"}
+PACKAGES = {
+    "ampx",
+    "ampx_apex",
+    "ampx_fluid",
+    "ampx_jax",
+    "ampx_mxnet",
+    "ampx_paddle",
+    "ampx_tensorflow",
+    "ampx_torch",
+}
 PARTS = {
     "cli",
     "cli/new_backend_template",

@@ -10,8 +10,12 @@ import pytest
 
 import ampx
 from ampx import backend
-from ampx.backend import Device, choose_device, cpu_flags, leaves, map_leaves, reject_unknown
+from ampx.backend import Device, Forcing, choose_device, cpu_flags, leaves, map_leaves, offer, reject_unknown
+from ampx.cli.demo import Demo
+from ampx.numerics.probe import Probe
 from ampx.optimizer import check_bound, delegate
+from ampx.run import Automation
+from ampx.shipping.converter import Converter
 
 Pair = collections.namedtuple("Pair", "first second")
 TREE = {"a": [1, (2, None)], "b": Pair(3, {"c": 4}), "d": [], "e": collections.OrderedDict(f=5)}
@@ -160,9 +164,10 @@ def test_the_wrapper_s_class_has_what_the_framework_s_has(wrapper):
         lambda bare: bare.enter_thread(None),
         lambda bare: bare.widest((), "float16"),
         lambda bare: bare.nonfinite_parameters(None, None),
-        lambda bare: bare.watch(None, backend.Watching()),
-        lambda bare: bare.force(None, {}),
-        lambda bare: bare.replay(None, lambda model: model, None),
+        *(
+            lambda bare, contract=contract: offer(bare, contract)
+            for contract in (Forcing, Probe, Converter, Automation, Demo)
+        ),
         lambda bare: bare.gradients(None),
         lambda bare: bare.zero_gradients(None),
         lambda bare: bare.clip([], 1.0, None),

@@ -135,7 +135,7 @@ def import_graph(package):
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_every_module_can_be_the_first_that_is_imported(package):
     graph = import_graph(package)
-    assert len(graph) > 20
+    assert len(graph) > 15
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of the cycle
 
 
@@ -159,7 +159,7 @@ def test_core_knows_none_of_its_sub_packages():
 
 
 def test_core_is_small_enough_to_be_known():
-    assert len([path for path in CORE if path.stem != "__init__"]) <= 17
+    assert len([path for path in CORE if path.stem != "__init__"]) <= 19
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
@@ -189,7 +189,7 @@ def test_no_name_of_a_module_is_bound_twice(path):
 
 
 def test_every_package_says_that_it_is_typed():
-    assert len(PACKAGES) == 6
+    assert len(PACKAGES) == 8
     assert [package.name for package in PACKAGES if not (package / "py.typed").is_file()] == []
 
 

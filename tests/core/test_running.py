@@ -5,9 +5,10 @@ import itertools
 import pytest
 
 import ampx
+from ampx.backend import offer
 from ampx.events import ScaleChanged, ScaleCollapsed, StepSkipped
 from ampx.numerics.meter import Meter, ParameterMeter
-from ampx.run import Recorder, Run, RunSettings, recorder, script_line
+from ampx.run import Automation, Recorder, Run, RunSettings, recorder, script_line
 from ampx.run.report import scale_trace, summary_lines
 from ampx.session import sessions
 
@@ -92,7 +93,7 @@ def test_an_automated_loop_is_explained_by_lines_of_code(toy):
 
     run = Run("toy", RunSettings(dtype="float16"))
     weights = framework.Tensor([1.0, 2.0], parameter=True)
-    with default_registry().load("toy").automate(run):
+    with offer(default_registry().load("toy"), Automation).automate(run):
         optimizer = framework.Optimizer([weights], lr=0.5)
         for slopes in ([1.0, 1.0], [float("inf"), 0.0]):
             framework.pull([weights], [slopes]).backward()

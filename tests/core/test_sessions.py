@@ -13,6 +13,7 @@ import types
 import pytest
 
 import ampx
+from ampx.backend import Forcing
 from ampx.optimizer import GenericOptimizer
 from ampx.session import sessions
 
@@ -185,7 +186,7 @@ def test_op_lists_are_refused_with_casting_off_where_there_are_none(make_framewo
 
 
 def test_denied_modules_are_forced_into_float32_as_long_as_the_session_lasts(make_framework, monkeypatch):
-    gamma = make_framework("gamma", forces=True, op_lists=False)
+    gamma = make_framework("gamma", op_lists=False)
     log = []
 
     @contextlib.contextmanager
@@ -196,7 +197,7 @@ def test_denied_modules_are_forced_into_float32_as_long_as_the_session_lasts(mak
         yield
         log.append(("leave", model, dtypes))
 
-    monkeypatch.setattr(gamma.Backend, "force", force)
+    monkeypatch.setattr(gamma.Backend, "offers", {"probe": type("Forces", (Forcing,), {"force": force})})
     for verb in ("check_plan", "prepare"):
         monkeypatch.setattr(gamma.Backend, verb, getattr(ampx.Backend, verb))
     amp = ampx.init("gamma", dtype="float16", deny=["module:head.*"])
@@ -386,7 +387,7 @@ def test_a_named_tuple_of_a_framework_belongs_to_it_whatever_it_holds(alpha, bet
 
 def test_a_gate_over_a_function_finds_the_session_of_what_it_gives(alpha, make_framework, monkeypatch):
     ampx.init("alpha")
-    gamma = make_framework("gamma", state_values=True)
+    gamma = make_framework("gamma")
     handle = types.SimpleNamespace(last_step=ampx.StepResult(True, True, 8.0, 8.0, 0, None))
     monkeypatch.setattr(gamma.Backend, "state_handle", lambda self, state, call: handle)
     ampx.init("gamma")

@@ -4,19 +4,28 @@ import contextlib
 import sys
 import textwrap
 import warnings
+from types import MappingProxyType
 
 import pytest
 
 import ampx
 from ampx.plugins import Registry
-from ampx.run import RunSettings, supervisor
+from ampx.run import Automation, RunSettings, supervisor
 from ampx.run.program import Program
+
+
+class Noting(Automation):
+    """Notes what happens to a pretended backend."""
+
+    def automate(self, run):
+        return self.backend.automate(run)
 
 
 class Automated:
     """Stands for a backend: it only notes what happens to it."""
 
-    capabilities = ampx.Capabilities(automates=True, levels=frozenset({"O0", "O1"}))
+    offers = MappingProxyType({"automation": Noting})
+    capabilities = ampx.Capabilities(levels=frozenset({"O0", "O1"}))
 
     def __init__(self, seen, refuses=None):
         self.seen, self.refuses = seen, refuses
@@ -48,8 +57,13 @@ def world(tmp_path, monkeypatch):
         @staticmethod
         @ampx.hookimpl
         def ampx_register_backends(register):
-            register("lowframe", lambda: None, roots=("lowframe",), requires="lowframe", stands_in_for=("oldframe",))
+            register("lowframe", lambda: None, roots=("lowframe",), requires="lowframe")
             register("highframe", lambda: None, roots=("highframe",), requires="highframe")
+
+        @staticmethod
+        @ampx.hookimpl
+        def ampx_register_names(register):
+            register("lowframe", lambda: None, names=("oldframe",))
 
     registry.register_plugin(Plugin, "pretended")
     monkeypatch.setattr(registry, "load", lambda name: backends[name])
@@ -163,7 +177,7 @@ def test_a_framework_that_its_backend_imports_first_is_automated_when_the_backen
 
 def test_an_option_that_the_framework_cannot_honour_stops_the_script_at_its_import(world, monkeypatch):
     run, seen, _ = world
-    monkeypatch.setattr(Automated, "capabilities", ampx.Capabilities(automates=True))  # level O0 only
+    monkeypatch.setattr(Automated, "capabilities", ampx.Capabilities())  # level O0 only
     monkeypatch.setattr(Automated, "name", "lowframe", raising=False)
     done = run("import lowframe\nlowframe.trained = True")
     assert seen == []

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-BACKENDS = ("torch", "tensorflow", "paddle", "mxnet", "jax")
+BACKENDS = ("torch", "tensorflow", "paddle", "mxnet", "jax", "apex", "fluid")
 MODULES = [
     *sorted((ROOT / "ampx").glob("*.py")),
     *(path for name in BACKENDS for path in sorted((ROOT / "backends" / f"ampx_{name}").rglob("*.py"))),

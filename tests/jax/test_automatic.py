@@ -12,7 +12,8 @@ import pytest
 
 import ampx
 import ampx_jax
-from ampx.run import Run, RunSettings
+from ampx.backend import offer
+from ampx.run import Automation, Run, RunSettings
 from ampx_jax import casting
 from processes import last_json, run_python
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("nothing_of_its_own", "quiet_end")
 
 def automate(dtype="bfloat16"):
     run = Run("jax", RunSettings(dtype=dtype, device="cpu"))
-    return run, ampx_jax.load().automate(run)
+    return run, offer(ampx_jax.load(), Automation).automate(run)
 
 
 def loss_of(weights, x):
@@ -203,7 +204,7 @@ def test_the_lines_by_hand_are_what_ran(dtype):
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"level": "O0"}, {}])
 def test_there_are_no_lines_by_hand_where_nothing_was_cast(settings):
     run = Run("jax", RunSettings(device="cpu", **settings))
-    with ampx_jax.load().automate(run):
+    with offer(ampx_jax.load(), Automation).automate(run):
         train([1.0])
     assert run.recorder.steps == 1
     assert run.explain() == ()
@@ -374,6 +375,6 @@ def test_an_unedited_script_reaches_the_accuracy_of_float32(tmp_path, dtype):
 
 def test_parameters_in_float64_which_nothing_casts_are_told_of():
     run = Run("jax", RunSettings(dtype="bfloat16", device="cpu"))
-    with ampx_jax.load().automate(run), jax.enable_x64(True):
+    with offer(ampx_jax.load(), Automation).automate(run), jax.enable_x64(True):
         optax.sgd(0.5).init(jnp.ones(2, jnp.float64))
     assert [note for note in run.recorder.notes if "1 of 1 parameters are float64" in note]

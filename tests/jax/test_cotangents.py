@@ -10,7 +10,8 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 import ampx_jax
-from ampx.run import Run, RunSettings
+from ampx.backend import offer
+from ampx.run import Automation, Run, RunSettings
 
 pytestmark = pytest.mark.usefixtures("nothing_of_its_own", "quiet_end")
 
@@ -129,7 +130,7 @@ def train(function, compiled):
 
 def under_run(function, compiled=True, dtype="float16"):
     run = Run("jax", RunSettings(dtype=dtype, device="cpu"))
-    with ampx_jax.load().automate(run):
+    with offer(ampx_jax.load(), Automation).automate(run):
         weights = train(function, compiled)
     (record,) = run.recorder.optimizers.values()
     assert record.initial_scale == (65536.0 if dtype == "float16" else 1.0)

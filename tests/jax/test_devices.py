@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import ampx
 import ampx_jax
-from ampx.run import Run, RunSettings
+from ampx.backend import offer
+from ampx.run import Automation, Run, RunSettings
 from ampx_jax import devices
 
 # Whole numbers: products and float32 sums are exact, and neither dtype can hold most sums of one device.
@@ -166,7 +167,7 @@ def test_bfloat16_is_native_on_cpus_with_instructions_for_it_and_auto_is_float32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)
         run = Run("jax", RunSettings(device="cpu"))
-        with ampx_jax.load().automate(run):
+        with offer(ampx_jax.load(), Automation).automate(run):
             optax.sgd(0.1).init(WEIGHT)
             assert run.amp.effective.dtype is None
 

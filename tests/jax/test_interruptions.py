@@ -14,7 +14,8 @@ import pytest
 
 import ampx
 import ampx_jax
-from ampx.run import Run, RunSettings
+from ampx.backend import offer
+from ampx.run import Automation, Run, RunSettings
 from ampx.session import sessions
 from ampx_jax import casting
 from interruptions import interrupted_everywhere
@@ -127,7 +128,7 @@ class Script:
 
     def __init__(self, by):
         self.run = Run("jax", RunSettings(dtype="float16", device="cpu"))
-        self.region = ampx_jax.load().automate(self.run)
+        self.region = offer(ampx_jax.load(), Automation).automate(self.run)
         self.region.__enter__()
         self.tx = optax.sgd(0.5, momentum=0.5)
         self.weights, self.state = START, self.tx.init(START)

@@ -12,9 +12,10 @@ import pytest
 
 import ampx
 import ampx_jax
-from ampx.backend import CastPlan, Stats, Watching
+from ampx.backend import CastPlan, offer
+from ampx.numerics.probe import Probe, Stats, Watching
 from ampx.numerics.rounding import describe, round_to, sample
-from ampx.run import Run, RunSettings
+from ampx.run import Automation, Run, RunSettings
 from ampx_jax import numerics, optimizer
 
 nn = pytest.importorskip("flax.linen", reason="flax is not installed")
@@ -538,7 +539,7 @@ class Watcher:
             self.region.__exit__(None, None, None)
             self.readings, self.region = self.watch.readings(), None
         if steps == 1:
-            self.region = ampx_jax.load().watch(None, self.watching)
+            self.region = offer(ampx_jax.load(), Probe).watch(None, self.watching)
             self.watch = self.region.__enter__()
 
 
@@ -570,7 +571,7 @@ def test_an_observer_hears_of_losses_and_steps_and_watches_one_from_between(comp
     run.recorder.observer = observer = Watcher(Watching(dtype, operations=True, samples=16))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)
-        with ampx_jax.load().automate(run):
+        with offer(ampx_jax.load(), Automation).automate(run):
             losses, seen = train(compiled)
     assert observer.steps == [1, 2, 3]
     assert [read() for read in observer.losses] == losses
@@ -617,7 +618,7 @@ def test_an_observer_ends_a_script_whose_steps_are_told_by_callbacks(dtype):
     run.recorder.observer = observer = Ending(Watching())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)
-        with pytest.raises(Ended), ampx_jax.load().automate(run):
+        with pytest.raises(Ended), offer(ampx_jax.load(), Automation).automate(run):
             script()
     assert (calls, observer.steps, len(observer.losses)) == ([0, 1], [1, 2, 3, 4], 4)
 
@@ -628,6 +629,9 @@ def test_modules_are_forced_for_a_whole_script():
     run.recorder.observer = observer = Watcher(Watching())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)
-        with ampx_jax.load().force(None, {"first": "float32"}), ampx_jax.load().automate(run):
+        with (
+            offer(ampx_jax.load(), Probe).force(None, {"first": "float32"}),
+            offer(ampx_jax.load(), Automation).automate(run),
+        ):
             train(True, 2)
     assert [of(observer.readings, name)[0].dtype for name in ("first", "second")] == ["float32", "float32"]

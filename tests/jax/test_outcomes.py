@@ -16,7 +16,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import ampx
 import ampx_jax
-from ampx.run import LossCurve, Run, RunSettings
+from ampx.backend import offer
+from ampx.run import Automation, LossCurve, Run, RunSettings
 from ampx_jax.run import outcomes
 from processes import run_python
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("nothing_of_its_own", "quiet_end")
 
 def automate(dtype="bfloat16"):
     run = Run("jax", RunSettings(dtype=dtype, device="cpu"))
-    return run, ampx_jax.load().automate(run)
+    return run, offer(ampx_jax.load(), Automation).automate(run)
 
 
 def loss_of(weights, factor):

@@ -6,7 +6,9 @@ import statistics
 
 import pytest
 
+from ampx.backend import offer
 from ampx.cli import demo
+from ampx.cli.demo import Demo
 from ampx.plugins import default_registry
 
 # Accuracies are compared over three seeds, by `make test-all`; one shows what an overflow does.
@@ -21,7 +23,7 @@ SCALE = demo.LossScale(init_scale=2.0**8, growth_interval=30)
 
 @functools.cache
 def _train(framework, run):
-    trainer = default_registry().load(framework).demo()
+    trainer = offer(default_registry().load(framework), Demo)
     ((result, _),) = demo.train_all(trainer, demo.load_digits(), [run], lambda run: lambda: None)
     return result
 
@@ -103,6 +105,6 @@ class DigitsSuite:
         small = demo.Digits(data.train_images[:64], data.train_labels[:64], data.test_images, data.test_labels)
         dtype = demo.choose_dtypes(default_registry().load(self.framework))[-1]
         runs = demo.plan_runs([dtype], [5], 1, 32, 64)
-        trainer = default_registry().load(self.framework).demo()
+        trainer = offer(default_registry().load(self.framework), Demo)
         assert len(list(demo.train_all(trainer, small, runs, lambda run: lambda: None))) == 1
         assert self.surroundings() == before

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ampx.cli.capability_table import FACTS
 from ampx.cli.frameworks import KNOWN
 from evidence import ASPECTS, COMBINATIONS, WORDS, Evidence
 
@@ -84,14 +85,14 @@ def _make_row(framework: str, evidence: Evidence, shown: Mapping[str, str], devi
     statuses, reasons = {}, {}
     for aspect in ASPECTS:
         status = shown.get(f"{device}/{dtype}/{level}/{aspect}")
-        reason = None if status else _why_not(evidence, device, dtype, level, aspect)
+        reason = None if status else _why_not(framework, evidence, device, dtype, level, aspect)
         statuses[aspect] = status or (_NO if reason else "declared")
         if reason:
             reasons[aspect] = reason
     return Row(framework, device, dtype, level, statuses, reasons)
 
 
-def _why_not(evidence: Evidence, device: str, dtype: str, level: str, aspect: str) -> str | None:
+def _why_not(framework: str, evidence: Evidence, device: str, dtype: str, level: str, aspect: str) -> str | None:
     """Return the reason why something is not supported: the backend's own words, or the definition of the level."""
     declared, asked = evidence.declared, f"{device}/{dtype}/{level}"
     for cell in (f"{asked}/{aspect}", asked):
@@ -104,8 +105,8 @@ def _why_not(evidence: Evidence, device: str, dtype: str, level: str, aspect: st
         return _BY_LEVEL[level, aspect]
     if device not in declared["devices"]:
         return f"nothing is declared for {device}: what is there is tested."
-    if aspect == "distributed" and not declared["distributed"]:
-        return evidence.refused["distributed"]
+    if aspect == "distributed" and aspect not in FACTS.get(framework, ()):
+        return evidence.refused.get(aspect, f"{framework} trains in one process.")
     return None
 
 

@@ -22,7 +22,12 @@ def render(root: Path) -> dict[Path, str]:
             f"{str(root)!r} has no {EVIDENCE.as_posix()}/*.json; accepted: the root of a checkout of ampx. Pass that."
         )
     rows = [row for name, shown in evidence.items() for row in make_rows(name, shown, gpu.get(name, ()))]
-    declared = to_markdown([Declared(name, "", "", shown.declared) for name, shown in evidence.items()])
+    declared = to_markdown(
+        [
+            Declared(name, "", "", shown.declared, offers=tuple(shown.declared["offers"]))
+            for name, shown in evidence.items()
+        ]
+    )
     readme, page = root / "README.md", root / "docs" / "reference" / "capabilities.md"
     versions = root / "docs" / "reference" / "versions.md"
     text = _replace(page, page.read_text(encoding="utf-8"), *_marked("ampx tested", compact_table(rows)))

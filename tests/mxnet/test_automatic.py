@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.backend import Watching
+from ampx.backend import offer
+from ampx.numerics.probe import Probe, Watching
 from ampx.run import LossCurve, Run, RunSettings
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.run import automate
@@ -79,7 +80,7 @@ class Watcher:
         for region, watch in self.regions:
             self.readings += watch.readings()
             region.__exit__(None, None, None)
-        region = self.backend.watch(None, Watching())
+        region = offer(self.backend, Probe).watch(None, Watching())
         self.regions = [(region, region.__enter__())] if steps == 1 else []
 
 

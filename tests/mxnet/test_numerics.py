@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.backend import CastPlan, Watching
+from ampx.backend import CastPlan, offer
 from ampx.errors import LossError, UnsupportedDtypeError, UnsupportedOpError
+from ampx.numerics.probe import Probe, Watching
 from ampx.numerics.rounding import describe, round_to, sample
 from ampx_mxnet import dtypes, numerics
 from ampx_mxnet.backend import MXNetBackend
@@ -85,7 +86,7 @@ def by_place(readings):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_is_counted_as_numpy_counts_it(backend, dtype):
-    with backend.watch(None, Watching(dtype=dtype)) as watch:
+    with offer(backend, Probe).watch(None, Watching(dtype=dtype)) as watch:
         Same()(mx.nd.array(VALUES))
     (reading,) = watch.readings()
     assert reading.value == reading.inputs == describe(VALUES, dtype)
@@ -103,7 +104,7 @@ def test_outputs_and_their_gradients_are_read_and_nothing_is_changed(backend, ba
     wanted = [parameter.grad().asnumpy() for parameter in trained(net)]
     hidden, output = net[0](batch).asnumpy(), net(batch).asnumpy()
     expected = {"forward": hidden, "backward": 2 * output @ net[1].weight.data().asnumpy()}
-    with backend.watch(net, Watching(samples=5)) as watch:
+    with offer(backend, Probe).watch(net, Watching(samples=5)) as watch:
         with mx.autograd.record():
             loss = (net(batch) ** 2).sum()
         loss.backward()
@@ -143,7 +144,7 @@ def test_watched_convolutions_have_the_gradients_that_they_have_unwatched_to_the
 
     expected = gradients()
     for _ in range(3):  # what was wrong came and went
-        with backend.watch(net, Watching(operations=operations)) as watch:
+        with offer(backend, Probe).watch(net, Watching(operations=operations)) as watch:
             assert all(np.array_equal(a, b) for a, b in zip(gradients(), expected, strict=True))
         assert all(reading.value.largest < 10 for reading in watch.readings() if reading.direction == "backward")
 
@@ -155,7 +156,10 @@ def test_convolutions_in_bfloat16_are_watched_and_denied_whatever_their_layout(b
     expected = mx.nd.Convolution(*low, num_filter=16, kernel=(3, 3), pad=(1, 1))
     expected = mx.nd.amp_cast(expected, dtype=np.float32).asnumpy()
     forced = {"*": "bfloat16", "1": "float32"}
-    with backend.watch(net, Watching(samples=99, operations=True)) as watch, backend.force(net, forced):
+    with (
+        offer(backend, Probe).watch(net, Watching(samples=99, operations=True)) as watch,
+        offer(backend, Probe).force(net, forced),
+    ):
         net(batch)
     readings = by_place(watch.readings())
     assert np.array_equal(readings["0", "", "forward", 0].sample, sample(expected, 99))
@@ -164,7 +168,7 @@ def test_convolutions_in_bfloat16_are_watched_and_denied_whatever_their_layout(b
 
 def test_a_loss_that_is_scaled_is_watched(backend, amp, net, batch):
     opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd"))
-    with backend.watch(None, Watching(operations=True)) as watch, mx.autograd.record():
+    with offer(backend, Probe).watch(None, Watching(operations=True)) as watch, mx.autograd.record():
         loss = net(batch).mean()
         with ampx.scale_loss(loss, opt) as scaled:
             scaled.backward()
@@ -172,20 +176,23 @@ def test_a_loss_that_is_scaled_is_watched(backend, amp, net, batch):
 
 
 def test_patterns_choose_blocks_and_one_that_matches_none_is_refused(backend, net, batch):
-    with backend.watch(net, Watching(modules=("1.*",), times=True)) as watch:
+    with offer(backend, Probe).watch(net, Watching(modules=("1.*",), times=True)) as watch:
         net(batch)
         net(batch)
     assert [(r.module, r.call) for r in watch.readings()] == [("1.0", 0), ("1.1", 0), ("1.0", 1), ("1.1", 1)]
     assert all(reading.seconds > 0 for reading in watch.readings())
-    with pytest.raises(UnsupportedOpError, match="'middle'"), backend.watch(net, Watching(modules=("middle",))):
+    with (
+        pytest.raises(UnsupportedOpError, match="'middle'"),
+        offer(backend, Probe).watch(net, Watching(modules=("middle",))),
+    ):
         pass
-    with pytest.raises(UnsupportedOpError, match="'middle'"), backend.force(net, {"middle": "float32"}):
+    with pytest.raises(UnsupportedOpError, match="'middle'"), offer(backend, Probe).force(net, {"middle": "float32"}):
         pass
 
 
 def test_without_a_model_names_begin_at_the_block_that_is_called(backend, net, batch):
     native = mx.gluon.Block.__call__
-    with backend.watch(None, Watching()) as watch:
+    with offer(backend, Probe).watch(None, Watching()) as watch:
         mx.gluon.loss.L2Loss()(net(batch), mx.nd.zeros((6, 1)))
     assert [reading.module for reading in watch.readings()] == ["0", "1.0", "1.1", "1", "2", "", "L2Loss:"]
     assert mx.gluon.Block.__call__ is native
@@ -195,7 +202,7 @@ def test_operations_are_read_with_their_inputs_their_part_of_the_backward_and_th
     before, layer, numbers = mx.nd.exp, Custom(), np.array([0.5, -1.0], "float32")
     inputs = mx.nd.array(numbers)
     inputs.attach_grad()
-    with backend.watch(layer, Watching(operations=True)) as watch:
+    with offer(backend, Probe).watch(layer, Watching(operations=True)) as watch:
         with mx.autograd.record():
             loss = layer(inputs)
         loss.backward()
@@ -211,7 +218,7 @@ def test_operations_are_read_with_their_inputs_their_part_of_the_backward_and_th
 def test_a_step_of_a_trainer_among_operations_is_taken_and_not_read(backend, net, batch):
     trainer = mx.gluon.Trainer(net.collect_params(), "adam")
     before = net[2].weight.data().asnumpy()
-    with backend.watch(None, Watching(operations=True)) as watch:
+    with offer(backend, Probe).watch(None, Watching(operations=True)) as watch:
         with mx.autograd.record():
             loss = net(batch).mean()
         loss.backward()
@@ -226,7 +233,7 @@ def test_every_element_of_a_value_is_kept_in_the_layouts_of_onednn(backend):
     net.add(nn.Conv2D(8, 3, in_channels=3), nn.GlobalAvgPool2D())
     net.initialize(mx.init.Xavier())
     inputs = mx.nd.random.normal(shape=(4, 3, 16, 16))
-    with backend.watch(net, Watching(samples=8192)) as watch, mx.autograd.record():
+    with offer(backend, Probe).watch(net, Watching(samples=8192)) as watch, mx.autograd.record():
         output = net(inputs)
         output.backward()
     readings = {(reading.module, reading.direction): reading.sample for reading in watch.readings()}
@@ -247,7 +254,10 @@ def test_forced_blocks_round_inputs_outputs_and_the_gradients_of_outputs(backend
     net.initialize(mx.init.Xavier())
     numbers, dtype = np.random.default_rng(1).normal(size=(4, 3)).astype("float32"), "float16"
     weight, slope = net[0].weight.data(), np.float32(1.2345678)
-    with backend.force(net, {"*": "float32", "0": dtype}), backend.watch(net, Watching(samples=99)) as watch:
+    with (
+        offer(backend, Probe).force(net, {"*": "float32", "0": dtype}),
+        offer(backend, Probe).watch(net, Watching(samples=99)) as watch,
+    ):
         with mx.autograd.record():
             output = net(mx.nd.array(numbers))
             loss = (output * float(slope)).sum()
@@ -263,7 +273,10 @@ def test_forced_blocks_round_inputs_outputs_and_the_gradients_of_outputs(backend
 def test_forced_into_float16_a_block_overflows_on_a_cpu_and_one_forced_into_float32_does_not(backend):
     net = nn.HybridSequential()
     net.add(Same(), Same())
-    with backend.force(net, {"*": "float16", "1": "float32"}), backend.watch(net, Watching()) as watch:
+    with (
+        offer(backend, Probe).force(net, {"*": "float16", "1": "float32"}),
+        offer(backend, Probe).watch(net, Watching()) as watch,
+    ):
         inputs = mx.nd.array([300.0])
         net[1](net[0](inputs) ** 2 * 2)
         net[0](inputs**2 * 2)
@@ -272,17 +285,20 @@ def test_forced_into_float16_a_block_overflows_on_a_cpu_and_one_forced_into_floa
 
 @pytest.mark.bfloat16
 def test_a_block_computes_in_bfloat16_and_one_in_it_in_float32(backend, net, batch):
-    with backend.force(net, {"": "bfloat16", "2": "float32"}), backend.watch(net, Watching()) as watch:
+    with (
+        offer(backend, Probe).force(net, {"": "bfloat16", "2": "float32"}),
+        offer(backend, Probe).watch(net, Watching()) as watch,
+    ):
         net(batch)
     read = {reading.module: reading.dtype for reading in watch.readings()}
     assert (read["0"], read["2"]) == ("bfloat16", "float32")
-    with backend.watch(net, Watching()) as watch:
+    with offer(backend, Probe).watch(net, Watching()) as watch:
         net(batch)
     assert {reading.dtype for reading in watch.readings()} == {"float32"}
 
 
 def test_an_unknown_dtype_is_refused(backend, net):
-    with pytest.raises(UnsupportedDtypeError, match="float4"), backend.force(net, {"*": "float4"}):
+    with pytest.raises(UnsupportedDtypeError, match="float4"), offer(backend, Probe).force(net, {"*": "float4"}):
         pass
 
 
@@ -301,7 +317,7 @@ def test_a_clock_waits_for_the_check_of_gradients_where_something_is_cast(
         return finite(batches)
 
     monkeypatch.setattr(numerics, "all_finite", look)
-    assert backend.clock(net, lambda model: (model(batch) ** 2).mean(), plan)() == 1.0
+    assert offer(backend, Probe).clock(net, lambda model: (model(batch) ** 2).mean(), plan)() == 1.0
     assert seen == [len(trained(net))] * looks  # once before the clock starts, and once in it
 
 
@@ -312,7 +328,7 @@ def test_a_clock_puts_in_place_what_casts_once_and_not_in_every_step(backend, ne
     monkeypatch.setattr(amp, "init", lambda *args, **kwargs: put.append(args) or init(*args, **kwargs))
     monkeypatch.setattr(numerics, "timed", lambda compute, wait: compute() or compute() or 1.0)
     plan = CastPlan("cpu", "bfloat16")
-    assert backend.clock(net, lambda model: (model(batch) ** 2).mean(), plan)() == 1.0
+    assert offer(backend, Probe).clock(net, lambda model: (model(batch) ** 2).mean(), plan)() == 1.0
     assert put == [("bfloat16",)]
 
 
@@ -325,8 +341,8 @@ def test_a_replay_draws_the_same_masks_and_leaves_weights_statistics_and_gradien
         loss = step(net)
     loss.backward()  # gradients that wait
     state, waiting = values(net), [parameter.grad().asnumpy() for parameter in trained(net)]
-    first, second = (backend.replay(net, step, plan, scale) for scale in (1.0, 1024.0))
-    assert backend.clock(net, step, plan)() > 0
+    first, second = (offer(backend, Probe).replay(net, step, plan, scale) for scale in (1.0, 1024.0))
+    assert offer(backend, Probe).clock(net, step, plan)() > 0
     assert first.loss == second.loss
     assert all(np.array_equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
     assert list(first.parameters) == list(first.gradients)
@@ -351,7 +367,7 @@ def test_a_replay_restores_when_the_step_raises(backend, net, batch):
 
     state = values(net)
     with pytest.raises(ZeroDivisionError):
-        backend.replay(net, step, None)
+        offer(backend, Probe).replay(net, step, None)
     assert all(np.array_equal(values(net)[name], value) for name, value in state.items())
     assert not any(parameter.data()._fresh_grad for parameter in trained(net))
 
@@ -360,13 +376,13 @@ def test_a_seeded_script_draws_the_same_numbers_after_a_replay_whenever_it_runs(
     drawn = []
     for _ in range(2):
         mx.random.seed(7)
-        backend.replay(net, lambda model: model(batch).mean(), None)
+        offer(backend, Probe).replay(net, lambda model: model(batch).mean(), None)
         drawn.append(mx.nd.random.uniform(shape=3).asnumpy().tolist())
     assert drawn[0] == drawn[1]
 
 
 def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(backend, net, batch):
-    replayed = backend.replay(net, lambda model: model[0](batch).sum(), None)
+    replayed = offer(backend, Probe).replay(net, lambda model: model[0](batch).sum(), None)
     assert list(replayed.gradients) == ["0.weight", "0.bias"]
 
 
@@ -374,7 +390,7 @@ def test_gradients_that_add_up_are_those_of_the_batch_alone(backend, net, batch)
     net.collect_params().setattr("grad_req", "add")
     for parameter in trained(net):
         parameter.grad()[:] = 5.0
-    replayed = backend.replay(net, lambda model: model[0](batch).sum(), None)
+    replayed = offer(backend, Probe).replay(net, lambda model: model[0](batch).sum(), None)
     assert np.allclose(replayed.gradients["0.weight"], np.tile(batch.asnumpy().sum(0), (4, 1)), rtol=1e-5)
     assert all((parameter.grad().asnumpy() == 5.0).all() for parameter in trained(net))
 
@@ -386,7 +402,7 @@ def test_a_replay_between_two_steps_is_not_seen_by_a_wrapped_trainer(amp, net, b
             loss = net(batch).mean()
             with ampx.scale_loss(loss, opt) as scaled:
                 scaled.backward()
-        amp.backend.replay(net, lambda model: model(batch).mean(), None)
+        offer(amp.backend, Probe).replay(net, lambda model: model(batch).mean(), None)
         opt.step(1)
         assert opt.last_step.applied
 
@@ -394,7 +410,7 @@ def test_a_replay_between_two_steps_is_not_seen_by_a_wrapped_trainer(amp, net, b
 def test_what_is_no_loss_is_refused(backend, net, batch):
     for wrong in (lambda model: model(batch).mean().detach(), lambda model: 1.0):
         with pytest.raises(LossError):
-            backend.replay(net, wrong, None)
+            offer(backend, Probe).replay(net, wrong, None)
 
 
 # -- rules about modules -------------------------------------------------------------------------------------------
@@ -418,7 +434,7 @@ def test_modules_are_denied_and_allowed_by_name(batch, hybridized):
         if hybridized:
             net.hybridize()
         else:
-            with amp.backend.watch(net, Watching()) as watch:
+            with offer(amp.backend, Probe).watch(net, Watching()) as watch:
                 net(batch)
             low[deny, allow] = [r.module for r in watch.readings() if r.dtype == "bfloat16"]
         low[deny, allow, "output"] = net(batch).astype("float32").asnumpy().tolist()

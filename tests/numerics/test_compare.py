@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.backend import Reading, Replayed, Stats
 from ampx.numerics.compare import bound, compared, relative_error
+from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.rounding import describe, round_to
 from toy.framework import Dense, Module, Tensor, total
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.backend import Reading, Stats
 from ampx.numerics import report
 from ampx.numerics.compare_script import (
     Sweep,
@@ -20,6 +19,7 @@ from ampx.numerics.compare_script import (
     verdict,
 )
 from ampx.numerics.meter import Meter, ParameterMeter
+from ampx.numerics.probe import Reading, Stats
 from ampx.numerics.trial import Outcome, TrialError
 from ampx.run import RunSettings
 from ampx.run.program import Program

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.backend import Reading, Replayed
 from ampx.numerics.batch import Seen
 from ampx.numerics.diagnose import diagnosed, in_one_line, refused
 from ampx.numerics.operations import family
+from ampx.numerics.probe import Reading, Replayed
 from ampx.numerics.rounding import describe, round_to
 from toy import framework
 from toy.framework import Dense, Dropout, Module, Tensor, total

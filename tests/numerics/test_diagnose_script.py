@@ -10,10 +10,10 @@ import sys
 import pytest
 
 import ampx
-from ampx.backend import Reading, Stats
 from ampx.numerics import report
 from ampx.numerics.diagnose import first_failing
 from ampx.numerics.diagnose_script import diagnose_script, parameters_of
+from ampx.numerics.probe import Reading, Stats
 from ampx.numerics.trial import Outcome
 from ampx.run import RunSettings
 from ampx.run.program import Program

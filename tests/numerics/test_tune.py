@@ -1,6 +1,5 @@
 """The search for the smallest set is exact, and short."""
 
-import dataclasses
 import math
 import random
 import warnings
@@ -10,9 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import ampx
-from ampx.backend import Reading, Stats
 from ampx.numerics import tune as tuning
 from ampx.numerics.compare import ModuleError
+from ampx.numerics.probe import Probe, Reading, Stats
 from ampx.numerics.tune import (
     Choice,
     TunedPolicy,
@@ -25,6 +24,7 @@ from ampx.numerics.tune import (
 )
 from toy.framework import Dense, Module, Tensor, casting_state, product, total
 from toy.implicit import ImplicitToy
+from toy.numerics import ToyProbe
 
 pytestmark = pytest.mark.usefixtures("toys")
 
@@ -194,8 +194,7 @@ def test_a_dtype_that_the_device_lacks_is_tried_and_its_speed_is_not_measured():
 
 
 def test_a_policy_that_init_would_refuse_on_this_device_is_announced(monkeypatch, tmp_path):
-    can = dataclasses.replace(ImplicitToy.capabilities, simulates=frozenset({"bfloat16"}))
-    monkeypatch.setattr(ImplicitToy, "capabilities", can)
+    monkeypatch.setattr(ToyProbe, "simulates", lambda self, device: frozenset({"bfloat16"}))
     monkeypatch.setattr(ImplicitToy, "device", lambda self, name: ampx.Device("cpu", frozenset({"float16"})))
     with pytest.warns(ampx.PrecisionWarning, match="init refuses the policy on this device; computed here: float16"):
         policy = ampx.tune(step, layers(2, ()), framework="toy", dtype="bfloat16")
@@ -272,7 +271,7 @@ def test_speed_is_what_the_backend_s_clock_says(monkeypatch):
 
         return seconds
 
-    monkeypatch.setattr(ampx.Backend, "clock", clock)
+    monkeypatch.setattr(Probe, "clock", clock)
     monkeypatch.setattr(tuning, "slow_modules", lambda low, wide: {})
     policy = ampx.tune(step, layers(2, ()), framework="toy", dtype="bfloat16", repeats=2)
     assert (policy.dtype, policy.speed) == ("bfloat16", 1.5)
@@ -281,7 +280,7 @@ def test_speed_is_what_the_backend_s_clock_says(monkeypatch):
 
 def test_modules_are_not_timed_where_a_watch_runs_uncompiled(monkeypatch):
     monkeypatch.setattr(tuning, "slow_modules", lambda low, wide: pytest.fail("modules were timed") if low else {})
-    monkeypatch.setattr(ampx.Backend, "watches_uncompiled", True)
+    monkeypatch.setattr(Probe, "watches_uncompiled", True)
     assert ampx.tune(step, layers(2, ()), framework="toy", dtype="bfloat16", repeats=1).speed is not None
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.backend import Reading, Stats
 from ampx.numerics.compare import bound
+from ampx.numerics.probe import Reading, Stats
 from ampx.numerics.report import exclusion_lines
 from ampx.numerics.trial import Outcome
 from ampx.numerics.tune import Choice, TunedPolicy

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.backend import CastPlan, Reading, Stats, Watching, is_module
-from ampx.debug import OverflowTrace
+from ampx.backend import CastPlan, is_module
+from ampx.numerics.overflow import OverflowTrace
+from ampx.numerics.probe import Reading, Stats, Watching
 from ampx.numerics.rounding import describe
 from ampx.numerics.watching import (
     FORCES,

@@ -10,7 +10,8 @@ import paddle
 import pytest
 
 import ampx
-from ampx.backend import Watching
+from ampx.backend import offer
+from ampx.numerics.probe import Probe, Watching
 from ampx.run import LossCurve, Run, RunSettings
 from ampx_paddle.run import automate
 from ampx_paddle.step import AmpOptimizer
@@ -77,7 +78,7 @@ class Watcher:
         for region, watch in self.regions:
             self.readings += watch.readings()
             region.__exit__(None, None, None)
-        region = self.backend.watch(None, Watching())
+        region = offer(self.backend, Probe).watch(None, Watching())
         self.regions = [(region, region.__enter__())] if steps == 1 else []
 
 
@@ -731,5 +732,5 @@ def test_who_looks_for_fluid_switches_nothing_and_a_library_does_not_see_it(tmp_
     done = run_python("-m", "ampx", "run", script, check=True, PYTHONPATH=path)
     assert done.stdout.splitlines() == [
         "[False, \"No module named 'paddle.fluid'\"] True True",
-        "ampx_paddle.old.fluid False",
+        "ampx_fluid.fluid False",
     ]

@@ -6,7 +6,7 @@ import pytest
 
 import ampx
 import ampx_paddle.fluid
-from ampx_paddle.old.fluid import script
+from ampx_fluid.fluid import script
 from processes import run_python
 
 # Paddle says so of its own optimizers while they build a program.

@@ -10,8 +10,9 @@ import pytest
 from paddle import nn
 
 import ampx
-from ampx.backend import CastPlan, Watching
+from ampx.backend import CastPlan, offer
 from ampx.errors import LossError, UnsupportedByBackendError, UnsupportedDtypeError, UnsupportedOpError
+from ampx.numerics.probe import Probe, Watching
 from ampx.numerics.rounding import describe, round_to, sample
 from ampx_paddle import casting
 from ampx_paddle.backend import PaddleBackend
@@ -77,7 +78,7 @@ def by_place(readings):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
 def test_a_value_is_counted_as_numpy_counts_it(backend, dtype):
     layer = nn.Identity()
-    with backend.watch(layer, Watching(dtype=dtype)) as watch:
+    with offer(backend, Probe).watch(layer, Watching(dtype=dtype)) as watch:
         layer(paddle.to_tensor(VALUES))
     (reading,) = watch.readings()
     assert reading.value == reading.inputs == describe(VALUES, dtype)
@@ -92,7 +93,7 @@ def test_outputs_and_their_gradients_are_read_and_nothing_is_changed(backend, ne
     expected = {"forward": hidden.numpy(), "backward": hidden.grad.numpy()}
     wanted = [parameter.grad.numpy() for parameter in trained(net)]
     net.clear_gradients()
-    with backend.watch(net, Watching(samples=5)) as watch:
+    with offer(backend, Probe).watch(net, Watching(samples=5)) as watch:
         (net(batch) ** 2).sum().backward()
     assert all(np.array_equal(a.grad.numpy(), b) for a, b in zip(trained(net), wanted, strict=True))
     readings = by_place(watch.readings())
@@ -111,7 +112,10 @@ def test_samples_keep_what_is_written_over_later(backend):
     numbers, slope = np.array([0.5, 2.0], "float32"), np.float32(1.5)
     net = paddle.nn.Sequential(paddle.nn.ReLU(), paddle.nn.Sigmoid())
     inputs = paddle.to_tensor(numbers, stop_gradient=False)
-    with backend.force(net, {"1": "float16"}), backend.watch(net, Watching(samples=9)) as watch:
+    with (
+        offer(backend, Probe).force(net, {"1": "float16"}),
+        offer(backend, Probe).watch(net, Watching(samples=9)) as watch,
+    ):
         output = net(inputs)
         (output * float(slope)).sum().backward()
         net[0](inputs.detach()).zero_()
@@ -121,7 +125,7 @@ def test_samples_keep_what_is_written_over_later(backend):
 
 
 def test_patterns_choose_layers_and_one_that_matches_none_is_refused(backend, net, batch):
-    with backend.watch(net, Watching(modules=("between.*",), times=True)) as watch:
+    with offer(backend, Probe).watch(net, Watching(modules=("between.*",), times=True)) as watch:
         net(batch)
         net(batch)
     assert [(r.module, r.call) for r in watch.readings()] == [
@@ -131,14 +135,17 @@ def test_patterns_choose_layers_and_one_that_matches_none_is_refused(backend, ne
         ("between.1", 1),
     ]
     assert all(reading.seconds > 0 for reading in watch.readings())
-    with pytest.raises(UnsupportedOpError, match="'middle'"), backend.watch(net, Watching(modules=("middle",))):
+    with (
+        pytest.raises(UnsupportedOpError, match="'middle'"),
+        offer(backend, Probe).watch(net, Watching(modules=("middle",))),
+    ):
         pass
-    with pytest.raises(UnsupportedOpError, match="'middle'"), backend.force(net, {"middle": "float32"}):
+    with pytest.raises(UnsupportedOpError, match="'middle'"), offer(backend, Probe).force(net, {"middle": "float32"}):
         pass
 
 
 def test_without_a_model_names_begin_at_the_layer_that_is_called(backend, net, batch):
-    with backend.watch(None, Watching()) as watch:
+    with offer(backend, Probe).watch(None, Watching()) as watch:
         nn.MSELoss()(net(batch), paddle.zeros([6, 1]))
     assert [reading.module for reading in watch.readings()] == [
         *("first", "between.0", "between.1", "between", "last", "", "MSELoss:")
@@ -154,7 +161,7 @@ def test_operations_are_read_with_their_inputs_their_part_of_the_backward_and_th
     before = paddle._C_ops.exp
     layer, values = Custom(), np.array([0.5, -1.0], "float32")
     inputs = paddle.to_tensor(values, stop_gradient=False)
-    with backend.watch(layer, Watching(operations=True)) as watch:
+    with offer(backend, Probe).watch(layer, Watching(operations=True)) as watch:
         layer(inputs).backward()
     readings = by_place(reading for reading in watch.readings() if reading.operation)
     assert readings["", "exp", "forward", 0].value == describe(paddle.exp(inputs).numpy())
@@ -172,7 +179,7 @@ def test_operations_are_read_with_their_inputs_their_part_of_the_backward_and_th
 def test_a_step_of_an_optimizer_among_operations_is_taken_and_not_read(backend, net, batch):
     opt = paddle.optimizer.Adam(0.1, parameters=net.parameters())
     before = net.last.weight.numpy()
-    with backend.watch(None, Watching(operations=True)) as watch:
+    with offer(backend, Probe).watch(None, Watching(operations=True)) as watch:
         net(batch).mean().backward()
         opt.step()
     assert not np.array_equal(net.last.weight.numpy(), before)
@@ -182,7 +189,7 @@ def test_a_step_of_an_optimizer_among_operations_is_taken_and_not_read(backend, 
 def test_compiled_layers_are_seen_and_stay_compiled(backend, batch):
     net = paddle.jit.to_static(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), full_graph=True)
     expected = net(batch).numpy()
-    with backend.watch(net, Watching()) as watch:
+    with offer(backend, Probe).watch(net, Watching()) as watch:
         net(batch)
     assert [reading.module for reading in watch.readings()] == ["0", "1", ""]
     assert np.allclose(net(batch).numpy(), expected)
@@ -194,7 +201,10 @@ def test_forced_layers_round_inputs_outputs_and_the_gradients_of_outputs(backend
     net = nn.Sequential(nn.Linear(3, 2, bias_attr=False), nn.Identity())
     values = np.random.default_rng(1).normal(size=(4, 3)).astype("float32")
     weight, slope = net[0].weight.numpy(), np.float32(1.2345678)
-    with backend.force(net, {"*": "float32", "0": dtype}), backend.watch(net, Watching(samples=99)) as watch:
+    with (
+        offer(backend, Probe).force(net, {"*": "float32", "0": dtype}),
+        offer(backend, Probe).watch(net, Watching(samples=99)) as watch,
+    ):
         output = net(paddle.to_tensor(values))
         (output * float(slope)).sum().backward()
     product = paddle.matmul(paddle.to_tensor(round_to(values, dtype)), paddle.to_tensor(weight)).numpy()
@@ -206,7 +216,10 @@ def test_forced_layers_round_inputs_outputs_and_the_gradients_of_outputs(backend
 
 def test_forced_into_float16_a_layer_overflows_on_a_cpu_and_one_forced_into_float32_does_not(backend):
     net = nn.Sequential(nn.Identity(), nn.Identity())
-    with backend.force(net, {"*": "float16", "1": "float32"}), backend.watch(net, Watching()) as watch:
+    with (
+        offer(backend, Probe).force(net, {"*": "float16", "1": "float32"}),
+        offer(backend, Probe).watch(net, Watching()) as watch,
+    ):
         inputs = paddle.to_tensor([300.0], stop_gradient=False)
         net[1](net[0](inputs) ** 2 * 2)
         net[0](inputs**2 * 2)
@@ -226,13 +239,13 @@ def test_a_layer_forced_into_float32_computes_without_casting(backend, net, batc
     monkeypatch.setattr(casting, "off", off)
     for name in ("first", "last"):
         getattr(net, name).register_forward_post_hook(lambda *_: during.append(bool(running)))
-    with backend.force(net, {"last": "float32"}):
+    with offer(backend, Probe).force(net, {"last": "float32"}):
         net(batch)
     assert during == [False, True]
 
 
 def test_an_unknown_dtype_is_refused(backend, net):
-    with pytest.raises(UnsupportedDtypeError, match="float4"), backend.force(net, {"*": "float4"}):
+    with pytest.raises(UnsupportedDtypeError, match="float4"), offer(backend, Probe).force(net, {"*": "float4"}):
         pass
 
 
@@ -244,8 +257,8 @@ def test_a_replay_draws_the_same_masks_and_leaves_everything_as_it_was(backend, 
     step(net).backward()  # gradients that wait
     state = {name: value.numpy() for name, value in net.state_dict().items()}
     waiting = [parameter.grad.numpy() for parameter in trained(net)]
-    first, second = (backend.replay(net, step, plan, scale) for scale in (1.0, 1024.0))
-    assert backend.clock(net, step, plan)() > 0
+    first, second = (offer(backend, Probe).replay(net, step, plan, scale) for scale in (1.0, 1024.0))
+    assert offer(backend, Probe).clock(net, step, plan)() > 0
     assert first.loss == second.loss
     assert all(np.array_equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
     assert list(first.parameters) == list(first.gradients)
@@ -271,14 +284,14 @@ def test_a_replay_restores_when_the_step_raises(backend, net, batch):
     expected = paddle.rand([2]).tolist()
     paddle.seed(3)
     with pytest.raises(ZeroDivisionError):
-        backend.replay(net, step, None)
+        offer(backend, Probe).replay(net, step, None)
     assert paddle.rand([2]).tolist() == expected
     assert all(np.array_equal(net.state_dict()[name].numpy(), value) for name, value in state.items())
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
 def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(backend, net, batch):
-    replayed = backend.replay(net, lambda model: model.first(batch).sum(), None)
+    replayed = offer(backend, Probe).replay(net, lambda model: model.first(batch).sum(), None)
     assert list(replayed.gradients) == ["first.weight", "first.bias"]
 
 
@@ -288,7 +301,7 @@ def test_a_replay_between_two_steps_is_not_seen_by_a_wrapped_optimizer(net, batc
     for _ in range(2):
         with ampx.scale_loss(net(batch).mean(), opt) as scaled:
             scaled.backward()
-        amp.backend.replay(net, lambda model: model(batch).mean(), None)
+        offer(amp.backend, Probe).replay(net, lambda model: model(batch).mean(), None)
         opt.step()
         assert opt.last_step.applied
         opt.clear_grad()
@@ -297,12 +310,12 @@ def test_a_replay_between_two_steps_is_not_seen_by_a_wrapped_optimizer(net, batc
 def test_what_is_no_loss_is_refused(backend, net, batch):
     for wrong in (lambda model: model(batch), lambda model: model(batch).mean().detach(), lambda model: 1.0):
         with pytest.raises(LossError):
-            backend.replay(net, wrong, None)
+            offer(backend, Probe).replay(net, wrong, None)
 
 
 def test_static_graphs_are_refused(backend, net):
     paddle.enable_static()
-    with pytest.raises(UnsupportedByBackendError, match="static graph"), backend.watch(net, Watching()):
+    with pytest.raises(UnsupportedByBackendError, match="static graph"), offer(backend, Probe).watch(net, Watching()):
         pass
 
 

@@ -14,8 +14,9 @@ from tensorflow.python.client.session import BaseSession
 from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
 import ampx
+from ampx.backend import offer
 from ampx.plugins import Registry
-from ampx.run import LossCurve, Run, RunSettings
+from ampx.run import Automation, LossCurve, Run, RunSettings
 from ampx.run.report import headline
 from ampx.run.supervisor import Finished
 from ampx_tensorflow import devices, rewrite
@@ -40,7 +41,7 @@ def start(monkeypatch):
         if graphs and not rewrite._works("cpu", dtype):
             pytest.skip(f"TensorFlow's rewriter casts nothing to {dtype} here: it was tried")
         run = Run("tensorflow", RunSettings(dtype, "O1", "cpu", deny=deny))
-        return run, Registry().load("tensorflow").automate(run)
+        return run, offer(Registry().load("tensorflow"), Automation).automate(run)
 
     return automated
 
@@ -682,7 +683,7 @@ def test_levels_that_need_a_model_are_refused(level):
     run = Run("tensorflow", RunSettings(level=level))
     with (
         pytest.raises(ampx.RunRefusedError, match="which model that is cannot be told"),
-        Registry().load("tensorflow").automate(run),
+        offer(Registry().load("tensorflow"), Automation).automate(run),
     ):
         pass
 

@@ -8,11 +8,12 @@ import pytest
 import tensorflow as tf
 
 import ampx
-from ampx.backend import CastPlan
+from ampx.backend import CastPlan, offer
+from ampx.numerics.probe import Probe
 from ampx_tensorflow.backend import TensorFlowBackend
 from ampx_tensorflow.numerics import replaying
 
-BACKEND = TensorFlowBackend()
+PROBE = offer(TensorFlowBackend(), Probe)
 X = np.linspace(-2, 2, 12, dtype="float32").reshape(4, 3)
 BFLOAT16 = CastPlan("cpu", "bfloat16")
 
@@ -40,7 +41,7 @@ def test_a_clock_traces_once_casts_as_planned_and_leaves_everything_as_it_was(pl
     before = [value.copy() for value in model.get_weights()]
     policies = [layer.dtype_policy for layer in model.layers]
     seeds = model.layers[-1].seed_generator.state.numpy()
-    seconds = BACKEND.clock(model, step, plan)
+    seconds = PROBE.clock(model, step, plan)
     assert seconds() > 0
     with monkeypatch.context() as patch:
         now = iter(range(1000))
@@ -63,9 +64,9 @@ def test_a_clock_keeps_forced_layers_in_their_dtype_and_follows_no_older_trace()
         return tf.reduce_sum(tf.cast(model(x), tf.float32))
 
     loss_of(tf.constant(X))  # in float32, of which the function's cache knows no more than its arguments
-    with BACKEND.force(model, {"first": "float32"}):
-        seconds = BACKEND.clock(model, lambda model: loss_of(tf.constant(X)), BFLOAT16)
-    with BACKEND.force(model, {"first": "float32"}):
+    with PROBE.force(model, {"first": "float32"}):
+        seconds = PROBE.clock(model, lambda model: loss_of(tf.constant(X)), BFLOAT16)
+    with PROBE.force(model, {"first": "float32"}):
         assert seconds() > 0
     assert dtypes == [["float32", "float32"], ["float32", "bfloat16"]]
 
@@ -81,7 +82,7 @@ def test_a_step_is_timed_as_python_where_it_cannot_be_traced_or_functions_run_ea
 
     tf.config.run_functions_eagerly(eager)
     try:
-        seconds = BACKEND.clock(model, step, None)
+        seconds = PROBE.clock(model, step, None)
         calls.clear()
         assert seconds() > 0
     finally:
@@ -95,7 +96,7 @@ def test_gradients_are_looked_at_where_something_is_cast_as_in_training(plan, lo
     monkeypatch.setattr(
         "ampx_tensorflow.gradients.finite", lambda slopes: seen.append(len(slopes)) or tf.constant(True)
     )
-    BACKEND.clock(layers(), lambda model: tf.reduce_sum(tf.cast(model(X), tf.float32)), plan)()
+    PROBE.clock(layers(), lambda model: tf.reduce_sum(tf.cast(model(X), tf.float32)), plan)()
     assert seen == [4] * looks
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ampx.backend import offer
 from ampx.errors import RunRefusedError
 from ampx.plugins import Registry
-from ampx.run import Run, RunSettings
+from ampx.run import Automation, Run, RunSettings
 
 v1 = tf.compat.v1
 BOUND = 1e-3  # between most true gradients and the same times the loss scale
@@ -23,7 +24,7 @@ BOUND = 1e-3  # between most true gradients and the same times the loss scale
 
 def automated(scale=65536.0, dtype="float32", level="O0"):
     run = Run("tensorflow", RunSettings(dtype, level, "cpu", loss_scale=scale))
-    return run, Registry().load("tensorflow").automate(run)
+    return run, offer(Registry().load("tensorflow"), Automation).automate(run)
 
 
 def clipped(gradient):

@@ -8,14 +8,15 @@ import pytest
 import tensorflow as tf
 
 import ampx
-from ampx.backend import CastPlan, Watching
+from ampx.backend import CastPlan, offer
+from ampx.numerics.probe import Probe, Watching
 from ampx.numerics.rounding import describe, round_to, sample
 from ampx.plugins import Registry
-from ampx.run import Run, RunSettings
+from ampx.run import Automation, Run, RunSettings
 from ampx_tensorflow import devices, rewrite
 from ampx_tensorflow.backend import TensorFlowBackend
 
-BACKEND = TensorFlowBackend()
+PROBE = offer(TensorFlowBackend(), Probe)
 X = np.linspace(-2, 2, 12, dtype="float32").reshape(4, 3)
 HARD = np.array(
     [
@@ -84,7 +85,7 @@ class Scaled(tf.Module):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2", "float32"])
 def test_readings_are_what_numpy_counts(dtype):
     model = keras.Sequential([keras.Input((HARD.size,)), values(HARD)])
-    with BACKEND.watch(model, Watching(dtype, samples=5)) as watch:
+    with PROBE.watch(model, Watching(dtype, samples=5)) as watch:
         model(tf.zeros((1, HARD.size)))
     entry = modules(watch.readings())["values"]
     assert entry.value == describe(HARD, dtype)
@@ -98,7 +99,7 @@ def test_values_in_low_precision_are_counted_exactly(low):
     model = keras.Sequential(
         [keras.Input((rounded.size,)), keras.layers.Lambda(lambda x: tf.cast(tf.constant(rounded), low), name="values")]
     )
-    with BACKEND.watch(model, Watching("float8_e5m2")) as watch:
+    with PROBE.watch(model, Watching("float8_e5m2")) as watch:
         model(tf.zeros((1, rounded.size)))
     entry = modules(watch.readings())["values"]
     assert (entry.dtype, entry.value) == (low, describe(round_to(rounded, low), "float8_e5m2"))
@@ -114,7 +115,7 @@ def test_gradients_of_outputs_are_those_of_a_tape_and_nothing_else_changes():
         loss = tf.reduce_sum(output**2)
     expected = tape.gradient(loss, [output, hidden])
     patched = keras.layers.Layer.__call__, tf.GradientTape.gradient
-    with BACKEND.watch(model, Watching(operations=True)) as watch:
+    with PROBE.watch(model, Watching(operations=True)) as watch:
         watched = differentiate(model)
     assert (keras.layers.Layer.__call__, tf.GradientTape.gradient) == patched
     for before, inside in zip(plain, watched, strict=True):
@@ -132,7 +133,7 @@ def test_compiled_functions_and_fit_are_seen_and_names_start_at_the_model():
     model.fit(X, np.ones((4, 2)), verbose=0)
     compiled = tf.function(lambda: model(tf.constant(X)))
     compiled()
-    with BACKEND.watch(None, Watching()) as watch:
+    with PROBE.watch(None, Watching()) as watch:
         compiled()
         model.fit(X, np.ones((4, 2)), verbose=0)
         keras.Sequential([keras.layers.Dense(1, name="other")])(X)
@@ -148,7 +149,7 @@ def test_compiled_functions_and_fit_are_seen_and_names_start_at_the_model():
 
 def test_operations_name_their_module_and_line_also_backward():
     model = layers()
-    with BACKEND.watch(model, Watching(operations=True)) as watch:
+    with PROBE.watch(model, Watching(operations=True)) as watch:
         differentiate(model)
     products = [entry for entry in watch.readings() if entry.operation == "MatMul"]
     assert [(entry.module, entry.direction) for entry in products] == [
@@ -165,12 +166,12 @@ def test_masks_survive_and_a_module_that_is_no_layer_is_seen():
     inputs = np.array([[[1.0], [2.0], [0.0]]], "float32")
     plain, module = masked(inputs), Scaled()
     module(X)
-    with BACKEND.watch(None, Watching()) as watch, tf.GradientTape() as tape:
+    with PROBE.watch(None, Watching()) as watch, tf.GradientTape() as tape:
         np.testing.assert_array_equal(masked(inputs), plain)
         loss = tf.reduce_sum(module(tf.constant(X)))
     tape.gradient(loss, module.trainable_variables)
     assert {"Scaled:", "Scaled:dense"} < set(modules(watch.readings()))
-    with BACKEND.watch(module, Watching(modules=("dense",), times=True)) as watch:
+    with PROBE.watch(module, Watching(modules=("dense",), times=True)) as watch:
         module(X)
     (entry,) = watch.readings()
     assert (entry.module, entry.kind, entry.seconds > 0) == ("dense", "Dense", True)
@@ -180,8 +181,8 @@ def test_masks_survive_and_a_module_that_is_no_layer_is_seen():
 def test_patterns_that_match_nothing_are_refused(verb):
     model = layers()
     regions = {
-        "watch": lambda: BACKEND.watch(model, Watching(modules=("nothing",))),
-        "force": lambda: BACKEND.force(model, {"nothing": "float32"}),
+        "watch": lambda: PROBE.watch(model, Watching(modules=("nothing",))),
+        "force": lambda: PROBE.force(model, {"nothing": "float32"}),
     }
     with pytest.raises(ampx.UnsupportedOpError, match=r"'nothing'.*'first'"), regions[verb]():
         pass
@@ -191,7 +192,7 @@ def test_patterns_that_match_nothing_are_refused(verb):
 
 
 def dtypes_of(model, forced, inside=None):
-    with BACKEND.force(inside, forced), BACKEND.watch(model, Watching()) as watch:
+    with PROBE.force(inside, forced), PROBE.watch(model, Watching()) as watch:
         differentiate(model)
     seen = watch.readings()
     return {entry.module: entry.dtype for entry in seen if entry.direction == "forward"}, modules(seen, "backward")
@@ -234,9 +235,9 @@ def test_functions_are_traced_anew_inside_and_the_old_traces_hold_after():
     model = layers()
     compiled = tf.function(lambda x: model(x))
     assert compiled(tf.constant(X)).dtype == tf.float32
-    with BACKEND.force(None, {"*": "float16"}):
+    with PROBE.force(None, {"*": "float16"}):
         assert compiled(tf.constant(X)).dtype == tf.float16
-        with BACKEND.force(model, {"": "float32"}):
+        with PROBE.force(model, {"": "float32"}):
             assert compiled(tf.constant(X)).dtype == tf.float32
         assert compiled(tf.constant(X)).dtype == tf.float16
     traces = compiled.experimental_get_tracing_count()
@@ -248,7 +249,7 @@ def test_functions_are_traced_anew_inside_and_the_old_traces_hold_after():
 def test_simulated_dtypes_round_inputs_outputs_and_gradients(dtype):
     layer = keras.layers.Lambda(lambda x: x * 1.1)
     inputs, slopes = np.array([3.3, 300.0, -0.07], "float32"), np.array([0.3, 2.7, -9.9], "float32")
-    with BACKEND.force(layer, {"": dtype}), tf.GradientTape() as tape:
+    with PROBE.force(layer, {"": dtype}), tf.GradientTape() as tape:
         received = tf.constant(inputs)
         tape.watch(received)
         output = layer(received)
@@ -267,7 +268,7 @@ def test_products_of_modules_that_are_no_layers_are_cast():
             return inputs @ self.weight
 
     module = Product()
-    with BACKEND.force(module, {"": "float16"}):
+    with PROBE.force(module, {"": "float16"}):
         assert float(module(tf.ones((1, 1)))[0, 0]) == 1.0
     assert float(module(tf.ones((1, 1)))[0, 0]) == 1.0 + 2.0**-12
 
@@ -275,7 +276,7 @@ def test_products_of_modules_that_are_no_layers_are_cast():
 def test_dtypes_that_tensorflow_neither_computes_nor_simulates_are_refused():
     with (
         pytest.raises(ampx.UnsupportedDtypeError, match=r"float8_e3m4.*float8_e4m3"),
-        BACKEND.force(None, {"*": "float8_e3m4"}),
+        PROBE.force(None, {"*": "float8_e3m4"}),
     ):
         pass
 
@@ -300,7 +301,7 @@ def test_replays_agree_and_leave_everything_as_it_was():
         return tf.reduce_sum(model(X, training=True) * noise)
 
     before = [variable.numpy() for variable in (*model.variables, generator.state, counter)]
-    first, second = BACKEND.replay(model, step, None), BACKEND.replay(model, step, None, scale=1024.0)
+    first, second = PROBE.replay(model, step, None), PROBE.replay(model, step, None, scale=1024.0)
     after = [variable.numpy() for variable in (*model.variables, generator.state, counter)]
     assert first.loss == second.loss
     for name, gradient in first.gradients.items():
@@ -328,10 +329,10 @@ def test_replays_cast_as_planned_whatever_a_session_does(prepared):
             seen.append(output.dtype.name)
             return tf.reduce_sum(tf.cast(output, tf.float32))
 
-        exact = BACKEND.replay(model, step, None)
-        BACKEND.replay(model, step, CastPlan("cpu", "float16"), 8.0)
-        with BACKEND.force(model, {"*": "float32"}):
-            BACKEND.replay(model, step, CastPlan("cpu", "float16"))
+        exact = PROBE.replay(model, step, None)
+        PROBE.replay(model, step, CastPlan("cpu", "float16"), 8.0)
+        with PROBE.force(model, {"*": "float32"}):
+            PROBE.replay(model, step, CastPlan("cpu", "float16"))
         assert seen == ["float32", "float16", "float32"]
     kernel = model.get_layer("first").kernel.numpy()
     assert exact.parameters["first.kernel"] == describe(kernel)
@@ -347,8 +348,8 @@ def test_variables_in_a_dict_are_replayed_product_by_product():
     def step(weights):
         return tf.reduce_sum(tf.ones((1, 1)) @ weights["used"])
 
-    assert BACKEND.replay(weights, step, None).loss == 1.0 + 2.0**-12
-    low = BACKEND.replay(weights, step, CastPlan("cpu", "float16"))
+    assert PROBE.replay(weights, step, None).loss == 1.0 + 2.0**-12
+    low = PROBE.replay(weights, step, CastPlan("cpu", "float16"))
     assert (low.loss, set(low.gradients), set(low.parameters)) == (1.0, {"used"}, {"used", "unused"})
 
 
@@ -357,7 +358,7 @@ def test_variables_in_a_dict_are_replayed_product_by_product():
 )
 def test_what_is_no_loss_is_refused(loss):
     with pytest.raises(ampx.LossError, match="accepted:"):
-        BACKEND.replay(layers(), loss, None)
+        PROBE.replay(layers(), loss, None)
 
 
 # -- module patterns -----------------------------------------------------------------------------------
@@ -402,7 +403,7 @@ class Looking:
             self.region.__exit__(None, None, None)
             self.readings, self.region = self.watch.readings(), None
         elif self.watches and steps == 1:
-            self.region = BACKEND.watch(None, Watching())
+            self.region = PROBE.watch(None, Watching())
             self.watch = self.region.__enter__()
 
     def seen(self):
@@ -444,7 +445,7 @@ def train(kind):
 def observe(kind, observer, **settings):
     run = Run("tensorflow", RunSettings(device="cpu", **settings))
     run.recorder.observer = observer
-    with Registry().load("tensorflow").automate(run):
+    with offer(Registry().load("tensorflow"), Automation).automate(run):
         trained = train(kind)
     return run, trained
 
@@ -487,7 +488,7 @@ def test_layers_of_tf_keras_are_watched_forward_and_backward_and_named_as_theirs
     inner, outer = tf_keras.layers.Dense(2, name="inner"), tf_keras.layers.Dense(1, name="outer", use_bias=False)
     model = tf_keras.Sequential([inner, outer])
     model(tf.constant(X))
-    with BACKEND.watch(model, Watching()) as watch:
+    with PROBE.watch(model, Watching()) as watch:
         differentiate(model)
     forward, backward = modules(watch.readings()), modules(watch.readings(), "backward")
     assert list(forward) == ["inner", "outer", ""]

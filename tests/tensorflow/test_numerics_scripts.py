@@ -2,9 +2,9 @@
 
 import pytest
 
-from ampx.backend import Watching
 from ampx.numerics.compare_script import compare_script
 from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.probe import Watching
 from ampx.numerics.trial import Trial
 from ampx.numerics.tune_script import tune_script
 from ampx.run import RunSettings

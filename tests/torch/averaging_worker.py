@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ampx.backend import offer
 from ampx.errors import PrecisionWarning
 from ampx.plugins import default_registry
-from ampx.run import Run, RunSettings
+from ampx.run import Automation, Run, RunSettings
 
 STEPS = 24
 
@@ -46,7 +47,7 @@ def main(rank, folder):
         timeout=datetime.timedelta(seconds=60),
     )
     run = Run("torch", RunSettings(dtype="float16", device="cpu"))
-    with default_registry().load("torch").automate(run):
+    with offer(default_registry().load("torch"), Automation).automate(run):
         automated = train(rank)
     report = {"automated": automated, **run.recorder.to_json()}
     (folder / f"rank{rank}.json").write_text(json.dumps(report))

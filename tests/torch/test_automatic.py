@@ -17,8 +17,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
+from ampx.backend import offer  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Run, RunSettings  # noqa: E402
+from ampx.run import Automation, Run, RunSettings  # noqa: E402
 
 BOTH = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
@@ -61,7 +62,7 @@ def run_of(dtype="float16", **settings):
 
 
 def automated(run):
-    return default_registry().load("torch").automate(run)
+    return offer(default_registry().load("torch"), Automation).automate(run)
 
 
 def same(loop, dtype="float16", **settings):

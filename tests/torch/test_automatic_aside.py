@@ -9,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
+from ampx.backend import offer  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Run, RunSettings  # noqa: E402
+from ampx.run import Automation, Run, RunSettings  # noqa: E402
 from processes import run_python  # noqa: E402
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "apex" / "fp16_optimizer.py"
@@ -26,7 +27,7 @@ def ended():
 def automated():
     def automate(script):
         run = Run("torch", RunSettings(dtype="bfloat16", device="cpu"))
-        with default_registry().load("torch").automate(run):
+        with offer(default_registry().load("torch"), Automation).automate(run):
             script()
         return run
 
@@ -360,7 +361,7 @@ def test_the_script_has_its_apex_after_a_library_looked_for_it(probing_library, 
     )
     path = {"PYTHONPATH": f"{probing_library}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = run_python("-m", "ampx", "run", script, fresh=True, **path)
-    assert (done.returncode, done.stdout) == (0, "ampx_torch.old.apex.amp.frontend\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "ampx_apex.apex.amp.frontend\n"), done.stderr
 
 
 def test_an_installed_apex_without_amp_that_a_library_has_imported_is_completed_for_the_script(tmp_path):
@@ -380,4 +381,4 @@ def test_an_installed_apex_without_amp_that_a_library_has_imported_is_completed_
     path = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = run_python("-m", "ampx", "run", script, fresh=True, **path)
     shown = "[True, \"No module named 'apex.normalization'\", \"No module named 'amp_C'\", 'ImportError']"
-    assert (done.returncode, done.stdout) == (0, f"{shown}\nampx_torch.old.apex.amp True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{shown}\nampx_apex.apex.amp True\n"), done.stderr

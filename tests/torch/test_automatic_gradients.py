@@ -12,15 +12,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
+from ampx.backend import offer  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Recorder, Run, RunSettings  # noqa: E402
+from ampx.run import Automation, Recorder, Run, RunSettings  # noqa: E402
 from ampx.run.recorder import SAMPLED_STEPS  # noqa: E402
 
 NODE = torch.autograd.graph.Node
 
 
 def automated(run):
-    return default_registry().load("torch").automate(run)
+    return offer(default_registry().load("torch"), Automation).automate(run)
 
 
 def run_of(sampled_steps=SAMPLED_STEPS):

@@ -14,8 +14,9 @@ from processes import run_python
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
+from ampx.backend import offer  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Run, RunSettings  # noqa: E402
+from ampx.run import Automation, Run, RunSettings  # noqa: E402
 from ampx_torch import devices  # noqa: E402
 
 LOW = pytest.mark.parametrize("low", ["float16", "bfloat16"])
@@ -26,7 +27,7 @@ def run_of(dtype="auto", **settings):
 
 
 def automated(run):
-    return default_registry().load("torch").automate(run)
+    return offer(default_registry().load("torch"), Automation).automate(run)
 
 
 def same(loop, dtype="auto"):

@@ -13,15 +13,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
+from ampx.backend import offer  # noqa: E402
 from ampx.events import ScaleChanged, StepSkipped  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Run, RunSettings  # noqa: E402
+from ampx.run import Automation, Run, RunSettings  # noqa: E402
 
 INF = float("inf")
 
 
 def automated(run):
-    return default_registry().load("torch").automate(run)
+    return offer(default_registry().load("torch"), Automation).automate(run)
 
 
 def same(loop, dtype="auto"):

@@ -14,7 +14,7 @@ import ampx
 from ampx_torch.casting import lstm
 from interruptions import Interruption, interrupted_everywhere
 
-PACKAGES = ("ampx", "ampx_torch")
+PACKAGES = ("ampx", "ampx_apex", "ampx_torch")
 THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else a sixteenth of the lines
 LARGE = 2**16  # elements from which on a gradient is read before the kernel divides it
 SCALE = 1024.0

@@ -11,8 +11,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
+from ampx.backend import offer  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Run, RunSettings  # noqa: E402
+from ampx.run import Automation, Run, RunSettings  # noqa: E402
 from ampx_torch.apex import amp as apex_amp  # noqa: E402
 from ampx_torch.casting import lstm  # noqa: E402
 
@@ -137,7 +138,10 @@ def test_a_denied_lstm_is_float32_altogether_and_needs_no_warning(no_primitive):
 def test_regions_of_a_script_that_ampx_run_carries_out(no_primitive, low):
     model, x = model_and_input()
     run = Run("torch", RunSettings(device="cpu", replace_native=True))
-    with default_registry().load("torch").automate(run), torch.autocast("cpu", dtype=getattr(torch, low)):
+    with (
+        offer(default_registry().load("torch"), Automation).automate(run),
+        torch.autocast("cpu", dtype=getattr(torch, low)),
+    ):
         with pytest.warns(ampx.PrecisionWarning, match="it computes in float32"):
             close(model(x), low)
         with warnings.catch_warnings():
@@ -148,7 +152,7 @@ def test_regions_of_a_script_that_ampx_run_carries_out(no_primitive, low):
 def test_an_unedited_script(no_primitive):
     model, x = model_and_input()
     run = Run("torch", RunSettings(dtype="float16", device="cpu"))
-    with default_registry().load("torch").automate(run):
+    with offer(default_registry().load("torch"), Automation).automate(run):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.warns(ampx.PrecisionWarning, match="it computes in float32"):
             outputs = model(x)

@@ -9,10 +9,11 @@ from metering import count
 from torch import nn
 
 import ampx
+from ampx.backend import offer
 from ampx.numerics import meter
 from ampx.numerics.rounding import sample
 from ampx.plugins import default_registry
-from ampx.run import Run, RunSettings
+from ampx.run import Automation, Run, RunSettings
 
 
 def arrays(model):
@@ -161,7 +162,7 @@ def test_a_skipped_step_is_not_metered(options):
 
 def test_the_summary_of_a_run_tells_it_once():
     run = Run("torch", RunSettings(dtype="bfloat16", device="cpu"))
-    with default_registry().load("torch").automate(run):
+    with offer(default_registry().load("torch"), Automation).automate(run):
         weight = nn.Parameter(torch.ones(4096) * 1e4)
         optimizer = torch.optim.SGD([weight], lr=1e-6)
         for _ in range(200):

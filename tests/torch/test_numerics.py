@@ -15,12 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampx
-from ampx.backend import CastPlan, Watching
+from ampx.backend import CastPlan, offer
+from ampx.numerics.probe import Probe, Watching
 from ampx.numerics.rounding import describe, round_to, sample
 from ampx_torch.backend import TorchBackend
 
 INF, NAN = float("inf"), float("nan")
-BACKEND = TorchBackend()
+PROBE = offer(TorchBackend(), Probe)
 
 
 def seen(readings, direction="forward", operation=""):
@@ -42,7 +43,7 @@ def numbers(dtype):
 @pytest.mark.parametrize("watched", ["float16", "bfloat16", "float32", "float8_e4m3", "float8_e5m2"])
 def test_counts_are_those_of_numpy(dtype, watched):
     tensor, values = numbers(dtype)
-    with BACKEND.watch(model := nn.Sequential(nn.Identity()), Watching(watched)) as watch:
+    with PROBE.watch(model := nn.Sequential(nn.Identity()), Watching(watched)) as watch:
         model(tensor)
     inner, outer = watch.readings()
     assert (inner.module, outer.module, inner.dtype) == ("0", "", str(dtype).removeprefix("torch."))
@@ -53,7 +54,7 @@ def test_outputs_and_gradients_of_outputs_are_read_in_order_of_execution():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     x = torch.randn(5, 3)
-    with BACKEND.watch(model, Watching(samples=100)) as watch:
+    with PROBE.watch(model, Watching(samples=100)) as watch:
         model(x).square().sum().backward()
     forward, backward = seen(watch.readings()), seen(watch.readings(), "backward")
     assert [r.module for r in forward] == ["0", "1", "2", ""]
@@ -78,7 +79,7 @@ def test_samples_are_the_elements_at_the_multiples_that_numpy_takes():
             return x[:, ::2], {"rest": x.t()}
 
     values = torch.arange(70.0, requires_grad=True).reshape(7, 10) * 1.0
-    with BACKEND.watch(model := Two(), Watching(samples=9)) as watch:
+    with PROBE.watch(model := Two(), Watching(samples=9)) as watch:
         left, right = model(values)
         (left.sum() * 3 + (right["rest"] * 5).sum()).backward()
     (forward,), (backward,) = seen(watch.readings()), seen(watch.readings(), "backward")
@@ -112,7 +113,7 @@ def test_outputs_of_any_shape_are_read(wrap):
             return wrap(x)
 
     values = torch.tensor([[1.0, -7.0], [2.0, 3.0]], requires_grad=True)
-    with BACKEND.watch(model := Wrapped(), Watching()) as watch:
+    with PROBE.watch(model := Wrapped(), Watching()) as watch:
         model(values * 1.0)
     (reading,) = watch.readings()
     assert reading.value == describe(values.detach().numpy())
@@ -128,7 +129,7 @@ def test_a_module_without_an_output_and_one_of_integers_are_left_out():
             return x.argmax()
 
     model = nn.ModuleDict({"nothing": Nothing(), "counts": Counts()})
-    with BACKEND.watch(model, Watching()) as watch:
+    with PROBE.watch(model, Watching()) as watch:
         for module in model.values():
             module(torch.ones(3))
     assert watch.readings() == []
@@ -139,7 +140,7 @@ def test_modules_in_place_shared_and_called_again_are_told_apart_by_call():
     model = nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared)
     reference = copy.deepcopy(model)
     x = torch.randn(3, 2)
-    with BACKEND.watch(model, Watching(modules=("1",))) as watch:
+    with PROBE.watch(model, Watching(modules=("1",))) as watch:
         model(x).sum().backward()
     reference(x).sum().backward()
     assert [(r.module, r.direction, r.call) for r in watch.readings()] == [
@@ -165,7 +166,7 @@ def test_with_checkpointing_every_module_is_read_once_in_each_direction(reentran
             return checkpoint(self.inner, x, use_reentrant=reentrant)
 
     model = Checkpointed()
-    with BACKEND.watch(model, Watching(operations=True)) as watch:
+    with PROBE.watch(model, Watching(operations=True)) as watch:
         model(torch.ones(3, 2, requires_grad=True)).sum().backward()
     for direction in ("forward", "backward"):
         calls = [(r.module, r.call) for r in seen(watch.readings(), direction)]
@@ -179,7 +180,7 @@ def test_operations_are_read_with_module_and_line_forward_and_backward():
             return torch.exp(x * 3.0)
 
     model = nn.Sequential(nn.Linear(2, 2), Middle())
-    with BACKEND.watch(model, Watching(operations=True)) as watch:
+    with PROBE.watch(model, Watching(operations=True)) as watch:
         model(torch.ones(4, 2)).sum().backward()
     (exp,) = seen(watch.readings(), operation="exp")
     assert (exp.module, exp.kind) == ("1", "Middle")
@@ -200,7 +201,7 @@ def test_what_is_not_finite_first_is_where_it_came_from():
             return torch.log(x - x)
 
     model = nn.Sequential(nn.Linear(2, 2), Logarithm(), nn.Linear(2, 2))
-    with BACKEND.watch(model, Watching(operations=True)) as watch:
+    with PROBE.watch(model, Watching(operations=True)) as watch:
         model(torch.ones(1, 2))
     first = next(r for r in watch.readings() if r.value.nonfinite)
     assert (first.module, first.operation, first.inputs.zeros, first.inputs.nonfinite) == ("1", "log", 2, 0)
@@ -208,7 +209,7 @@ def test_what_is_not_finite_first_is_where_it_came_from():
 
 def test_every_model_is_seen_where_none_is_named_and_the_second_with_its_class():
     first, second = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 1))
-    with BACKEND.watch(None, Watching()) as watch:
+    with PROBE.watch(None, Watching()) as watch:
         nn.functional.mse_loss(second(first(torch.ones(1, 2))), torch.ones(1, 1)).backward()
         nn.MSELoss()(first(torch.ones(1, 2)), torch.ones(1, 2))
     names = [(r.module, r.call) for r in seen(watch.readings())]
@@ -226,7 +227,7 @@ def test_modules_inside_a_compiled_model_have_their_own_names(named):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     compiled = torch.compile(model, backend="eager")
     compiled(torch.ones(1, 2))
-    with BACKEND.watch(compiled if named else None, Watching()) as watch:
+    with PROBE.watch(compiled if named else None, Watching()) as watch:
         compiled(torch.ones(1, 2))
     assert [r.module for r in watch.readings()] == ["0", "1", ""]
 
@@ -237,7 +238,7 @@ def test_it_changes_neither_values_nor_random_numbers():
     for watched in (nn.Linear(1, 1), model):
         torch.manual_seed(7)
         model.zero_grad()
-        with BACKEND.watch(watched, Watching(operations=True, samples=3, times=True)):
+        with PROBE.watch(watched, Watching(operations=True, samples=3, times=True)):
             loss = model(torch.ones(3, 4)).sum()
             loss.backward()
         results.append([loss.detach(), torch.rand(3), *(p.grad.clone() for p in model.parameters())])
@@ -246,7 +247,7 @@ def test_it_changes_neither_values_nor_random_numbers():
 
 def test_times_are_positive_and_those_of_a_container_hold_those_of_its_parts():
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-    with BACKEND.watch(model, Watching(times=True)) as watch:
+    with PROBE.watch(model, Watching(times=True)) as watch:
         model(torch.ones(300, 300)).sum().backward()
     first, second, whole = seen(watch.readings())
     assert first.seconds > 0
@@ -258,7 +259,7 @@ def test_times_are_positive_and_those_of_a_container_hold_those_of_its_parts():
 def test_a_pattern_that_matches_no_module_is_refused():
     with (
         pytest.raises(ampx.UnsupportedOpError, match=r"'layer.*' matches no module.*accepted: .*0, 1"),
-        BACKEND.watch(nn.Sequential(nn.ReLU(), nn.ReLU()), Watching(modules=("layer.*",))),
+        PROBE.watch(nn.Sequential(nn.ReLU(), nn.ReLU()), Watching(modules=("layer.*",))),
     ):
         pass
 
@@ -297,7 +298,7 @@ def test_a_copy_of_a_watched_model_has_the_hooks_of_its_own_and_no_others(copied
     model, x = Kept(), torch.ones(1, 2)
     tables = [name for name in vars(model) if "forward" in name]
     expected = {name: dict(vars(model.inner)[name]) for name in tables}
-    with BACKEND.watch(model, Watching()) as watch, BACKEND.force(model, {"inner": "float32"}):
+    with PROBE.watch(model, Watching()) as watch, PROBE.force(model, {"inner": "float32"}):
         twin = copied(model)
         assert torch.equal(twin(x), model(x))
     assert len(watch.readings()) == 2  # of the model itself
@@ -313,7 +314,7 @@ def test_a_forward_that_raises_leaves_no_trace():
             raise ZeroDivisionError
 
     model = nn.Sequential(nn.Linear(2, 2), Broken())
-    with BACKEND.force(model, {"": "bfloat16"}), BACKEND.watch(model, Watching(operations=True)) as watch:
+    with PROBE.force(model, {"": "bfloat16"}), PROBE.watch(model, Watching(operations=True)) as watch:
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(1, 2))
         assert not torch.is_autocast_enabled("cpu")
@@ -352,7 +353,7 @@ def test_modules_compute_in_the_dtype_they_are_forced_into_and_inner_entries_hol
     model = Probe(middle, Probe())
     outside = torch.is_autocast_enabled("cpu")
     forced = {"parts.*": "float16", "parts.0": "float32", "parts.0.parts.0": "bfloat16"}
-    with BACKEND.force(model if named else None, forced):
+    with PROBE.force(model if named else None, forced):
         model(torch.ones(2, 2)).sum().backward()
     dtypes = [module.dtype for module in (inner, middle, model.parts[1], model)]
     own = torch.bfloat16 if session else torch.float32
@@ -363,8 +364,8 @@ def test_modules_compute_in_the_dtype_they_are_forced_into_and_inner_entries_hol
 
 def test_regions_nest_and_the_inner_one_holds():
     model = nn.Sequential(Probe(), Probe())
-    with BACKEND.force(model, {"*": "bfloat16"}):
-        with BACKEND.force(model, {"1": "float32"}):
+    with PROBE.force(model, {"*": "bfloat16"}):
+        with PROBE.force(model, {"1": "float32"}):
             model(torch.ones(1, 2))
             assert (model[0].dtype, model[1].dtype) == (torch.bfloat16, torch.float32)
         model(torch.ones(1, 2))
@@ -377,7 +378,7 @@ def test_it_goes_before_a_rule_of_the_session():
     amp = ampx.init("torch", dtype="bfloat16", deny=["module:0"])
     model = amp.prepare(nn.Sequential(Probe(), Probe()))
     for pair in ({"0": "bfloat16", "1": "float32"}, {}):
-        with BACKEND.force(model, pair):
+        with PROBE.force(model, pair):
             model(torch.ones(1, 2))
         wanted = (torch.bfloat16, torch.float32) if pair else (torch.float32, torch.bfloat16)
         assert (model[0].dtype, model[1].dtype) == wanted
@@ -393,7 +394,7 @@ def test_low_precision_weights_are_widened_where_float32_is_forced_and_get_their
         out = module(x)
         return out[0] if isinstance(out, tuple) else out
 
-    with BACKEND.force(model, {"": "float32"}):
+    with PROBE.force(model, {"": "float32"}):
         got = output(model)
         got.square().sum().backward()
     expected = output(reference)
@@ -414,7 +415,7 @@ def test_a_dtype_is_simulated_by_rounding_inputs_outputs_and_gradients_of_output
 
     tensor, values = numbers(torch.float32)
     tensor = tensor.requires_grad_()
-    with BACKEND.force(model := nn.Sequential(Double()), {"0": dtype}):
+    with PROBE.force(model := nn.Sequential(Double()), {"0": dtype}):
         (result,) = model(tensor)["y"]
     assert result.dtype == torch.float32
     expected = round_to(round_to(values, dtype) * np.float32(2), dtype)
@@ -427,7 +428,7 @@ def test_a_dtype_is_simulated_by_rounding_inputs_outputs_and_gradients_of_output
 def test_names_pass_through_wrappers_of_torch():
     model = nn.Sequential(Probe(), Probe())
     compiled = torch.compile(nn.Sequential(model), backend="eager")
-    with BACKEND.force(compiled, {"0.1": "bfloat16"}):
+    with PROBE.force(compiled, {"0.1": "bfloat16"}):
         compiled(torch.ones(1, 2))
     assert (model[0].dtype, model[1].dtype) == (torch.float32, torch.bfloat16)
 
@@ -439,7 +440,7 @@ def test_names_pass_through_wrappers_of_torch():
 )
 def test_a_force_that_forces_nothing_is_refused(dtypes, error):
     model = nn.Sequential(nn.ReLU())
-    with pytest.raises(error, match="accepted: "), BACKEND.force(model, dtypes):
+    with pytest.raises(error, match="accepted: "), PROBE.force(model, dtypes):
         pass
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -465,8 +466,8 @@ def test_a_replay_draws_the_same_mask_and_leaves_everything_as_it_was():
         np.random.rand()
         return m(x).square().mean()
 
-    with BACKEND.watch(model, Watching(samples=8)) as watch:
-        replays = [BACKEND.replay(model, step, None) for _ in range(2)]
+    with PROBE.watch(model, Watching(samples=8)) as watch:
+        replays = [PROBE.replay(model, step, None) for _ in range(2)]
     assert torch.equal(*masks)
     assert replays[0].loss == replays[1].loss
     for name, gradient in replays[0].gradients.items():
@@ -502,7 +503,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        BACKEND.replay(model, step, CastPlan("cpu", "bfloat16"))
+        PROBE.replay(model, step, CastPlan("cpu", "bfloat16"))
     assert all(map(torch.equal, before, state_of(model)))
     assert torch.equal(rng, torch.get_rng_state())
     assert all(module.training for module in model.modules())
@@ -515,7 +516,7 @@ def test_a_replay_casts_as_its_plan_says_whatever_a_session_has_switched_on(sess
         ampx.init("torch", dtype=session, allow=[torch.softmax])
     model = Probe()
     for plan, dtype in ((None, torch.float32), (CastPlan("cpu", "bfloat16"), torch.bfloat16)):
-        BACKEND.replay(model, lambda m: m(torch.ones(2, 2)).sum(), plan)
+        PROBE.replay(model, lambda m: m(torch.ones(2, 2)).sum(), plan)
         assert model.dtype == dtype
     assert torch.is_autocast_enabled("cpu") is (session is not None)
 
@@ -531,7 +532,7 @@ def test_a_clock_computes_as_its_plan_says_and_leaves_everything_as_it_was(monke
 
     for plan, dtype in ((None, torch.float32), (CastPlan("cpu", "bfloat16"), torch.bfloat16)):
         dtypes.clear()
-        seconds = BACKEND.clock(model, step, plan)
+        seconds = PROBE.clock(model, step, plan)
         assert seconds() > 0
         assert dtypes == {dtype}
         with monkeypatch.context() as patch:
@@ -549,8 +550,8 @@ def test_gradients_are_true_in_float32_and_scaled_inside():
     model.weight.data.fill_(1.0)
     model.register_parameter("idle", nn.Parameter(torch.ones(3)))
     model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
-    with BACKEND.watch(model, Watching()) as watch:
-        replayed = BACKEND.replay(model, lambda m: m(torch.tensor([[2.0, 0.5]])).sum(), None, scale=1024.0)
+    with PROBE.watch(model, Watching()) as watch:
+        replayed = PROBE.replay(model, lambda m: m(torch.tensor([[2.0, 0.5]])).sum(), None, scale=1024.0)
     assert replayed.loss == 2.5
     assert list(replayed.gradients) == ["weight"]
     np.testing.assert_array_equal(replayed.gradients["weight"], np.array([[2.0, 0.5]], np.float32))
@@ -561,7 +562,7 @@ def test_gradients_are_true_in_float32_and_scaled_inside():
 
 def test_sparse_gradients_are_filled_and_names_pass_through_wrappers():
     model = torch.compile(nn.Embedding(4, 1, sparse=True), backend="eager")
-    replayed = BACKEND.replay(model, lambda m: m(torch.tensor([1, 1, 3])).sum(), None)
+    replayed = PROBE.replay(model, lambda m: m(torch.tensor([1, 1, 3])).sum(), None)
     np.testing.assert_array_equal(replayed.gradients["weight"], [[0.0], [2.0], [0.0], [1.0]])
 
 
@@ -570,7 +571,7 @@ def test_an_optimizer_that_steps_in_backward_does_not():
     optimizer = torch.optim.Adam(model.parameters())
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    BACKEND.replay(model, lambda m: m(torch.ones(1, 2)).sum(), None)
+    PROBE.replay(model, lambda m: m(torch.ones(1, 2)).sum(), None)
     assert optimizer.state_dict()["state"] == {}
     model(torch.ones(1, 2)).sum().backward()
     assert optimizer.state_dict()["state"] != {}
@@ -588,7 +589,7 @@ def test_an_optimizer_that_steps_in_backward_does_not():
 )
 def test_what_is_no_loss_is_refused(loss, error):
     with pytest.raises(error, match="accepted: "):
-        BACKEND.replay(nn.Linear(2, 1), loss, None)
+        PROBE.replay(nn.Linear(2, 1), loss, None)
 
 
 def test_replay_works_without_gradients_around_and_in_a_protocol_that_is_under_way():
@@ -599,7 +600,7 @@ def test_replay_works_without_gradients_around_and_in_a_protocol_that_is_under_w
         scaled.backward()
     pending = model.weight.grad.clone()
     with torch.no_grad():
-        replayed = BACKEND.replay(model, lambda m: m(torch.ones(1, 2)).sum(), None)
+        replayed = PROBE.replay(model, lambda m: m(torch.ones(1, 2)).sum(), None)
     np.testing.assert_array_equal(replayed.gradients["weight"], [[1.0, 1.0]])
     assert torch.equal(model.weight.grad, pending)
     opt.step()
@@ -608,7 +609,7 @@ def test_replay_works_without_gradients_around_and_in_a_protocol_that_is_under_w
 
 def test_what_somebody_else_puts_around_the_calls_of_modules_stays(monkeypatch):
     calls = []
-    with BACKEND.watch(None, Watching()) as watch:
+    with PROBE.watch(None, Watching()) as watch:
         inner = nn.Module.__call__
 
         def counted(self, *args, **kwargs):
@@ -617,11 +618,11 @@ def test_what_somebody_else_puts_around_the_calls_of_modules_stays(monkeypatch):
 
         monkeypatch.setattr(nn.Module, "__call__", counted)
         nn.ReLU()(torch.ones(1))
-    with BACKEND.watch(None, Watching()) as later:
+    with PROBE.watch(None, Watching()) as later:
         nn.ReLU()(torch.ones(1))
     nn.ReLU()(torch.ones(1))
     assert (len(watch.readings()), len(later.readings()), calls) == (1, 1, [nn.ReLU] * 3)
     monkeypatch.undo()
-    with BACKEND.watch(None, Watching()):
+    with PROBE.watch(None, Watching()):
         pass
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl

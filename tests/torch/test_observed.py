@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import ampx
-from ampx.backend import Watching
+from ampx.backend import offer
+from ampx.numerics.probe import Probe, Watching
 from ampx.plugins import default_registry
-from ampx.run import Run, RunSettings
+from ampx.run import Automation, Run, RunSettings
 from ampx_torch.backend import TorchBackend
 
 
@@ -35,7 +36,7 @@ class Observer:
             self._region.__exit__(None, None, None)
             self.readings, self._region = self._watch.readings(), None
         if steps == 1:
-            self._region = TorchBackend().watch(None, Watching(samples=100, operations=True))
+            self._region = offer(TorchBackend(), Probe).watch(None, Watching(samples=100, operations=True))
             self._watch = self._region.__enter__()
 
 
@@ -43,7 +44,7 @@ def observed(script, **settings):
     """Run a script as `ampx run` does; return the run and what was observed."""
     run = Run("torch", RunSettings(**{"device": "cpu", "dtype": "float16", **settings}))
     run.recorder.observer = observer = Observer()
-    with default_registry().load("torch").automate(run):
+    with offer(default_registry().load("torch"), Automation).automate(run):
         script()
     return run, observer
 
@@ -144,7 +145,7 @@ def test_a_step_is_watched_between_two_others_with_gradients_as_they_were_comput
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
-class Probe(nn.Module):
+class Product(nn.Module):
     """Notes the dtype that a product computes in."""
 
     def __init__(self):
@@ -160,7 +161,7 @@ class Probe(nn.Module):
 
 @pytest.mark.parametrize("kind", ["called before its optimizer is there", "as usual", "compiled", "second model"])
 def test_modules_are_denied_by_name_without_prepare(kind):
-    model = nn.Sequential(Probe(), Probe())
+    model = nn.Sequential(Product(), Product())
 
     def script():
         call = model
@@ -186,7 +187,7 @@ def test_modules_are_denied_by_name_without_prepare(kind):
 
 
 def test_a_copy_is_denied_by_the_name_of_its_model_and_files_of_both_know_nothing_of_ampx():
-    model, files, dtypes = nn.Sequential(Probe(), Probe()), [], []
+    model, files, dtypes = nn.Sequential(Product(), Product()), [], []
 
     def script():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -206,14 +207,14 @@ def test_a_copy_is_denied_by_the_name_of_its_model_and_files_of_both_know_nothin
     for file in files:
         assert b"ampx_torch" not in file.getvalue()
         file.seek(0)
-        with torch.serialization.safe_globals([nn.Sequential, Probe]):
+        with torch.serialization.safe_globals([nn.Sequential, Product]):
             loaded = torch.load(file, weights_only=True)
         assert not any(part._forward_hooks or part._forward_hooks_with_kwargs for part in loaded.modules())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 def test_a_rule_about_no_module_stops_the_script_in_its_first_steps():
-    model = nn.Sequential(Probe())
+    model = nn.Sequential(Product())
 
     def script():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import ampx
-from ampx.backend import Watching
+from ampx.backend import offer
 from ampx.numerics.formats import FORMATS
+from ampx.numerics.probe import Probe, Watching
 from ampx.numerics.tune import Choice, TunedPolicy
 from ampx.numerics.tune_script import exclusions
 from ampx.plugins import default_registry
@@ -81,7 +82,7 @@ class Stages(nn.Module):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_names_for_conversion_tools_are_those_of_the_nodes_of_the_module(tmp_path):
     model, batch = Stages(), torch.randn(2, 4)
-    with default_registry().load("torch").watch(model, Watching()) as watch:
+    with offer(default_registry().load("torch"), Probe).watch(model, Watching()) as watch:
         model(batch)
     modules = tuple(dict.fromkeys(reading.module for reading in watch.readings()))
     torch.onnx.export(model, (batch,), tmp_path / "model.onnx", dynamo=False)

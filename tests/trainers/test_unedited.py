@@ -15,8 +15,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 import ampx
+from ampx.backend import offer
 from ampx.plugins import default_registry
-from ampx.run import Run, RunSettings
+from ampx.run import Automation, Run, RunSettings
 from processes import run_python
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
@@ -63,7 +64,7 @@ def reference(precision, waits=False, rounds=False):
 def automated(script, precision, **settings):
     """Run a script here as `ampx run` does; give what it returned, and the run."""
     run = Run("torch", RunSettings(device="cpu", **{"dtype": "auto", **settings}))
-    with default_registry().load("torch").automate(run):
+    with offer(default_registry().load("torch"), Automation).automate(run):
         result = importlib.import_module(script).main(precision)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -158,7 +159,7 @@ def test_the_second_optimizers_gradients_keep_the_scale_that_divides_them(automa
         assert loop() == [(0.0, -0.5), (-0.25, -0.75)]
         return
     run = Run("torch", RunSettings(device="cpu", replace_native=True))
-    with default_registry().load("torch").automate(run):
+    with offer(default_registry().load("torch"), Automation).automate(run):
         assert loop() == [(0.0, -0.25), (-0.25, -0.5)]
     assert [optimizer.skipped for optimizer in run.recorder.optimizers.values()] == [[1], []]
 
@@ -236,11 +237,12 @@ import json, pathlib, runpy, sys
 import simulated_cuda
 simulated_cuda.start(pathlib.Path(sys.argv[2]))
 import ampx
+from ampx.backend import offer
 from ampx.plugins import default_registry
-from ampx.run import Run, RunSettings
+from ampx.run import Automation, Run, RunSettings
 sys.path.insert(0, sys.argv[1])
 run = Run("torch", RunSettings(replace_native=True))
-with default_registry().load("torch").automate(run):
+with offer(default_registry().load("torch"), Automation).automate(run):
     result = __import__(sys.argv[3]).main("float16")
 (optimizer,) = run.recorder.optimizers.values()
 print(json.dumps([result, [optimizer.steps, optimizer.skipped], run.amp.effective.dtype, run.amp.effective.device]))

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 import ampx
-from ampx.run import Run, RunSettings, automation
+from ampx.backend import offer
+from ampx.run import Automation, Run, RunSettings
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, Bench
 from ampx.testing.harness import Chosen
 
 
 class AutomationTests(KitTests):
-    """The verb `automate`."""
+    """The contract `Automation`."""
 
-    @requires("automates")
+    @requires("automation")
     def test_a_plain_loop_trains_and_is_recorded(self) -> None:
         """The update is the one of float32, with momentum, and the recorder saw an optimizer, its steps and phases."""
         run, bench = self._automate([[FINITE], [FINITE], [FINITE]], momentum=True)
@@ -29,14 +30,14 @@ class AutomationTests(KitTests):
         assert (record.steps, record.skipped, record.scales) == (3, [], [])
         assert {"backward", "step"} <= set(run.recorder.seconds) or "train" in run.recorder.seconds
 
-    @requires("automates")
+    @requires("automation")
     def test_gradients_of_a_plain_loop_accumulate(self) -> None:
         """Two backwards and one step are one step of the sum."""
         run, bench = self._automate([[FINITE, FINITE], [FINITE]])
         assert bench.snapshot() == self._trained([[FINITE, FINITE], [FINITE]])
         assert run.recorder.steps == 2
 
-    @requires("automates")
+    @requires("automation")
     def test_two_optimizers_of_a_plain_loop_train_each_by_itself(self) -> None:
         """Each gets the updates of float32, and is recorded, by itself where each has a loss scale of its own."""
         run = self._fresh_run()
@@ -50,7 +51,7 @@ class AutomationTests(KitTests):
         steps = [record.steps for record in run.recorder.optimizers.values()]
         assert steps == ([2, 2] if self.declares("optimizer objects") else [4])
 
-    @requires("automates")
+    @requires("automation")
     def test_a_plain_loop_skips_a_step_that_overflows(self) -> None:
         """Parameters and momentum stay as they are, the loss scale backs off, and the recorder saw it."""
         if self.declares("explicit gradients"):
@@ -61,7 +62,7 @@ class AutomationTests(KitTests):
         assert record.skipped == [2]
         assert run.settings.dtype != "float16" or record.scales == [(2, record.initial_scale / 2)]
 
-    @requires("automates")
+    @requires("automation")
     def test_a_session_of_the_script_s_own_is_recorded_and_not_touched(self) -> None:
         """It trains as without `ampx run`, and the report tells its steps, skips and scales."""
         run = self._fresh_run()
@@ -78,11 +79,11 @@ class AutomationTests(KitTests):
         assert "by itself, with ampx;" in run.recorder.notes[-1]
         assert run.explain() == ("the script has it by hand: its own calls decide",)
 
-    @requires("automates")
+    @requires("automation")
     def test_leaving_the_automation_restores_the_framework(self) -> None:
         """Casting and session are gone, even after an exception, and a plain loop trains as if nothing had been."""
         run, _ = self._automate([[FINITE]])
-        with pytest.raises(ZeroDivisionError), automation(self.backend, self._fresh_run()):
+        with pytest.raises(ZeroDivisionError), self._inside(self._fresh_run()):
             raise ZeroDivisionError
         assert self.subject.casting() == self.outside
         with pytest.raises(ampx.NotInitializedError):
@@ -101,7 +102,7 @@ class AutomationTests(KitTests):
     def _inside(self, run: Run) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* emulated", ampx.PrecisionWarning)  # slow hardware is no defect
-            with automation(self.backend, run):
+            with offer(self.backend, Automation).automate(run):
                 yield
 
     def _automate(self, pattern: Sequence[Sequence[Chosen]], momentum: bool = False) -> tuple[Run, Bench]:

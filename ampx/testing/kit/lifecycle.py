@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import pytest
 
 import ampx
-from ampx.backend import Device
+from ampx.backend import Contract, Device, offer
+from ampx.cli.demo import Demo
+from ampx.numerics.probe import Probe
+from ampx.run import Automation
+from ampx.shipping.converter import Converter
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW
 from ampx.testing.checks import refused
+
+CONTRACTS: Final[tuple[type[Contract], ...]] = (Probe, Converter, Automation, Demo)
 
 
 class SessionTests(KitTests):
@@ -107,6 +115,14 @@ class CapabilityTests(KitTests):
         assert device.preferred is None or device.preferred in device.native
         assert self.backend.device(device.name).name == device.name
 
+    def test_what_is_offered_is_there(self) -> None:
+        """Every contract is one of ampx, and the class that is named fulfils it."""
+        contracts = {contract.name: contract for contract in CONTRACTS}
+        assert set(self.backend.offers) <= set(contracts), f"accepted: {', '.join(contracts)}"
+        for name in self.backend.offers:
+            if name != "demo":  # whose data set is not installed everywhere
+                assert offer(self.backend, contracts[name]).backend is self.backend
+
     def test_only_raw_optimizers_are_optimizers(self) -> None:
         """Asked of raw ones, wrapped ones and other things, `is_optimizer` answers yes, no, no."""
         bench = self.bench(self.start())
@@ -140,25 +156,6 @@ class CapabilityTests(KitTests):
                 fallen = self.start(dtype=dtype, level="O1", on_unsupported="warn")
             assert fallen.effective.dtype == device.preferred
         assert not self.declares("casting") or self.subject.dtype in device.native | device.emulated
-
-    @requires("closures")
-    def test_closures_step(self) -> None:
-        """`opt.step(closure)` runs the closure, with the loss scaled inside it, once."""
-        amp = self.start()
-        bench, plain, calls = self.bench(amp), self.plain(), []
-
-        def closure() -> object:
-            calls.append(1)
-            self.subject.zero_grad(bench.opt)
-            loss = bench.loss()
-            with amp.scale_loss(loss, bench.opt) as scaled:
-                self.subject.backward(scaled, bench.parameters)
-            return loss
-
-        self.subject.step_closure(bench.opt, closure)
-        plain.train_plainly(FINITE)
-        assert bench.values() == plain.values()
-        assert len(calls) == 1
 
     @requires("prepare")
     def test_prepare_gives_the_parameters_their_dtype(self) -> None:

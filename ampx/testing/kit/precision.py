@@ -14,8 +14,9 @@ from typing import Any, Final
 import pytest
 
 import ampx
-from ampx.backend import CastPlan, Direction, Reading, Replayed, Stats, Watching
+from ampx.backend import CastPlan, offer
 from ampx.numerics.formats import FORMATS
+from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Stats, Watching
 from ampx.testing.base import KitTests, requires
 from ampx.testing.checks import refused
 
@@ -42,12 +43,19 @@ class PrecisionTests(KitTests):
         with ExitStack() as stack:
             for region in around:
                 stack.enter_context(region)
-            with self.backend.watch(model, watching or Watching(samples=64)) as watch:
-                if self.declares("replays"):
-                    self.backend.replay(model, step, plan)
-                else:
-                    step(model)
+            with self.probe.watch(model, watching or Watching(samples=64)) as watch:
+                self.probe.replay(model, step, plan)
             return list(names), watch.readings()
+
+    @property
+    def probe(self) -> Probe:
+        """What the backend offers."""
+        return offer(self.backend, Probe)
+
+    @property
+    def simulated(self) -> frozenset[str]:
+        """The dtypes to which the harness's device rounds."""
+        return self.probe.simulates(self.backend.device(self.subject.device))
 
     def low(self) -> tuple[Any, float]:
         """Return the compute dtype, and the smallest number that it rounds to 1."""
@@ -56,7 +64,7 @@ class PrecisionTests(KitTests):
 
     def kept(self, dtype: str) -> str:
         """Return the dtype of what a module returns that is forced into a dtype: what is simulated is rounded only."""
-        return "float32" if dtype in self.backend.capabilities.simulates else dtype
+        return "float32" if dtype in self.simulated else dtype
 
 
 def only(readings: Sequence[Reading], name: str, direction: Direction = "forward") -> Reading:
@@ -83,7 +91,7 @@ def first_nonfinite(readings: Sequence[Reading], direction: Direction) -> Readin
 class WatchTests(PrecisionTests):
     """The verb `watch`."""
 
-    @requires("watches")
+    @requires("probe")
     def test_readings_equal_a_count_in_numpy(self) -> None:
         """Outputs and their gradients, inf and NaN among them, are counted and sampled element by element."""
         import numpy as np  # only authors of these verbs need it
@@ -99,50 +107,45 @@ class WatchTests(PrecisionTests):
             assert (reading.dtype, reading.call, reading.seconds) == ("float32", 0, None)
             assert reading.kind
             np.testing.assert_array_equal(reading.sample, sample(value, 4))
-            if self.declares("replays"):
-                gradient = np.full(len(INPUTS), math.prod(WEIGHTS[position + 1 :]), np.float32)
-                reading = only(readings, name, "backward")
-                assert (reading.value, reading.inputs) == (describe(gradient), Stats())
-                np.testing.assert_array_equal(reading.sample, sample(gradient, 4))
+            gradient = np.full(len(INPUTS), math.prod(WEIGHTS[position + 1 :]), np.float32)
+            reading = only(readings, name, "backward")
+            assert (reading.value, reading.inputs) == (describe(gradient), Stats())
+            np.testing.assert_array_equal(reading.sample, sample(gradient, 4))
 
-    @requires("watches")
+    @requires("probe")
     def test_the_layer_with_a_planted_overflow_is_the_first_that_is_not_finite(self) -> None:
         """In the forward pass, and in a backward pass whose forward pass is finite."""
         names, readings = self.see((1.0, 2.0**100, 2.0**100, 1.0), (1.0, 2.0))
         culprit = first_nonfinite(readings, "forward")
         assert culprit is not None
         assert culprit.module == names[2]
-        if self.declares("replays"):
-            names, readings = self.see((1.0, 1.0, 2.0**100, 2.0**100), (2.0**-120, 2.0**-121))
-            assert first_nonfinite(readings, "forward") is None
-            culprit = first_nonfinite(readings, "backward")
-            assert culprit is not None
-            assert culprit.module == names[1]
+        names, readings = self.see((1.0, 1.0, 2.0**100, 2.0**100), (2.0**-120, 2.0**-121))
+        assert first_nonfinite(readings, "forward") is None
+        culprit = first_nonfinite(readings, "backward")
+        assert culprit is not None
+        assert culprit.module == names[1]
 
-    @requires("watches")
+    @requires("probe")
     def test_watching_changes_nothing(self) -> None:
         """A step returns the same inside, and nothing is read any more behind the region."""
         low, near = self.low()
         model, step, _ = chain = self.subject.chain((near, 3.0, near), ROW)
-        if not self.declares("replays"):
-            self._watching_ends(chain)
-            return
         plan = self.start().plan if self.declares("casting") else None
-        outside = self.backend.replay(model, step, plan)
-        with self.backend.watch(model, Watching(low, operations=True, samples=3, times=True)):
-            inside = self.backend.replay(model, step, plan)
+        outside = self.probe.replay(model, step, plan)
+        with self.probe.watch(model, Watching(low, operations=True, samples=3, times=True)):
+            inside = self.probe.replay(model, step, plan)
         assert same(inside, outside)
         self._watching_ends(chain)
 
     def _watching_ends(self, chain: tuple[Any, Any, list[str]]) -> None:
         model, step, _ = chain
-        with self.backend.watch(model, Watching()) as watch:
+        with self.probe.watch(model, Watching()) as watch:
             step(model)
         count = len(watch.readings())
         step(model)
         assert len(watch.readings()) == count > 0
 
-    @requires("watches")
+    @requires("probe")
     def test_patterns_choose_the_modules(self) -> None:
         """Only these are read, and a pattern that matches nothing is an error."""
         model, _, names = chain = self.subject.chain(WEIGHTS, ROW)
@@ -150,19 +153,19 @@ class WatchTests(PrecisionTests):
         assert {reading.module for reading in readings} == {names[1]}
         with (
             refused(ampx.UnsupportedOpError, passed="'nowhere.*'", accepted="accepted: ", advice=""),
-            self.backend.watch(model, Watching(modules=(names[1], "nowhere.*"))),
+            self.probe.watch(model, Watching(modules=(names[1], "nowhere.*"))),
         ):
             pass
 
-    @requires("watches")
+    @requires("probe")
     def test_every_model_is_watched_where_none_is_named(self) -> None:
         """It has the names that it has when it is passed."""
         model, step, names = self.subject.chain(WEIGHTS, ROW)
-        with self.backend.watch(None, Watching()) as watch:
+        with self.probe.watch(None, Watching()) as watch:
             step(model)
         assert [only(watch.readings(), name).value.elements for name in names] == [len(ROW)] * len(names)
 
-    @requires("watches")
+    @requires("probe")
     def test_operations_and_times_are_read_where_they_are_asked_for(self) -> None:
         """An operation stands with the innermost module that it ran in, and with what it received."""
         names, readings = self.see(WEIGHTS, ROW, watching=Watching(operations=True, times=True))
@@ -190,55 +193,54 @@ def same(a: Replayed, b: Replayed) -> bool:
 class ForceTests(PrecisionTests):
     """The verb `force`."""
 
-    @requires("forces")
+    @requires("probe")
     def test_a_module_computes_in_the_low_dtype_forward_and_backward(self) -> None:
         """Its output and the gradient that it returns are rounded, those of the others are not."""
         low, near = self.low()
         model, _, names = chain = self.subject.chain((1.0, near, 1.0), (near,))
-        _, readings = self.see((), (), self.backend.force(model, {names[1]: low}), chain=chain)
+        _, readings = self.see((), (), self.probe.force(model, {names[1]: low}), chain=chain)
         assert [only(readings, name).dtype for name in names[:2]] == ["float32", self.kept(low)]
         assert [numbers(only(readings, name)) for name in names[:2]] == [[near], [1.0]]
-        if self.declares("replays") and self.kept(low) == low:  # else the weight that multiplies it is not rounded
+        if self.kept(low) == low:  # else the weight that multiplies it is not rounded
             assert numbers(only(readings, names[0], "backward")) == [1.0]
 
-    @requires("forces")
+    @requires("probe")
     def test_a_module_computes_in_float32_where_all_else_is_low(self) -> None:
         """Its own dtype is that of its output, and no digit is lost in it."""
-        if not (self.declares("casting") and self.declares("replays")):
-            pytest.skip(f"backend {self.backend.name!r} casts or replays nothing: there is nothing else that is low")
+        if not self.declares("casting"):
+            pytest.skip(f"backend {self.backend.name!r} casts nothing: there is nothing else that is low")
         low, near = self.low()
         plan = self.start().plan
         model, _, names = chain = self.subject.chain((near, near, near), (1.0,))
-        _, readings = self.see((), (), self.backend.force(model, {names[1]: "float32"}), plan=plan, chain=chain)
+        _, readings = self.see((), (), self.probe.force(model, {names[1]: "float32"}), plan=plan, chain=chain)
         assert [only(readings, name).dtype for name in names] == [low, "float32", low]
         assert [numbers(only(readings, name)) for name in names] == [[1.0], [near], [1.0]]
 
-    @requires("forces")
+    @requires("probe")
     def test_the_last_pattern_that_matches_holds(self) -> None:
         """A module in a forced one obeys its own entry."""
         low, _ = self.low()
         for dtypes in ({"*": "float32", "last": low}, {"last": low, "*": "float32"}):
             model, _, names = chain = self.subject.chain(WEIGHTS, ROW)
             entries = {names[-1] if name == "last" else name: dtype for name, dtype in dtypes.items()}
-            _, readings = self.see((), (), self.backend.force(model, entries), chain=chain)
+            _, readings = self.see((), (), self.probe.force(model, entries), chain=chain)
             held = self.kept(list(entries.values())[-1])
             assert [only(readings, name).dtype for name in names] == ["float32", "float32", held]
 
-    @requires("forces")
+    @requires("probe")
     def test_leaving_the_region_restores_the_model(self) -> None:
         """By its end, and by an exception in it."""
         low, near = self.low()
         chain = self.subject.chain((1.0, 1.0), (near,))
-        with self.backend.force(chain[0], {"*": low}):
+        with self.probe.force(chain[0], {"*": low}):
             pass
-        with pytest.raises(KeyError), self.backend.force(chain[0], {"*": low}):
+        with pytest.raises(KeyError), self.probe.force(chain[0], {"*": low}):
             raise KeyError("region")
-        if self.declares("watches"):
-            names, readings = self.see((), (), chain=chain)
-            assert numbers(only(readings, names[-1])) == [near]
+        names, readings = self.see((), (), chain=chain)
+        assert numbers(only(readings, names[-1])) == [near]
         assert self.subject.numbers(chain[1](chain[0])) == [near]
 
-    @requires("forces")
+    @requires("probe")
     def test_a_pattern_of_no_module_and_an_unsupported_dtype_are_refused(self) -> None:
         """Before anything runs."""
         model, _, names = self.subject.chain(WEIGHTS, ROW)
@@ -248,11 +250,11 @@ class ForceTests(PrecisionTests):
         ):
             with (
                 refused(error, passed=passed, accepted="accepted: ", advice=""),
-                self.backend.force(model, dtypes),
+                self.probe.force(model, dtypes),
             ):
                 pass
 
-    @requires("forces")
+    @requires("probe")
     def test_a_denied_module_computes_in_float32(self) -> None:
         """By an entry of `deny` in `init`, whose name `prepare` compares with those of the model."""
         if not self.declares("process casting"):
@@ -260,7 +262,7 @@ class ForceTests(PrecisionTests):
         low, near = self.low()
         model, step, names = self.subject.chain((near, near, near), (1.0,))
         model = self.start(deny=[f"module:{names[1]}"]).prepare(model)
-        with self.backend.watch(model, Watching(samples=64)) as watch:
+        with self.probe.watch(model, Watching(samples=64)) as watch:
             step(model)
         readings = [only(watch.readings(), name) for name in names]
         assert [reading.dtype for reading in readings] == [low, "float32", low]
@@ -276,30 +278,29 @@ class ForceTests(PrecisionTests):
 
         from ampx.numerics.rounding import round_to
 
-        for dtype in sorted(self.backend.capabilities.simulates):
+        for dtype in sorted(self.simulated):
             between = 1 + 2.0 ** -FORMATS[dtype].bits * 1.5  # the dtype has 1, and nothing else next to this
             model, _, names = chain = self.subject.chain((1.0, 2.0, between), (between, 2.0**-40, -between))
-            region = self.backend.force(model, {names[1]: dtype})
+            region = self.probe.force(model, {names[1]: dtype})
             _, readings = self.see((), (), region, chain=chain)
             received = round_to([between, 2.0**-40, -between], dtype)
             reading = only(readings, names[1])
             assert reading.dtype == "float32"
             np.testing.assert_array_equal(reading.sample, received * 2)
-            if self.declares("replays"):
-                gradient = round_to(np.full(3, between, np.float32), dtype) * 2
-                np.testing.assert_array_equal(only(readings, names[0], "backward").sample, gradient)
+            gradient = round_to(np.full(3, between, np.float32), dtype) * 2
+            np.testing.assert_array_equal(only(readings, names[0], "backward").sample, gradient)
 
 
 class ReplayTests(PrecisionTests):
     """The verb `replay`."""
 
-    @requires("replays")
+    @requires("probe")
     def test_a_replay_equals_arithmetic_whatever_the_scale(self) -> None:
         """Loss, gradients and parameters are those of the batch; the scale is out of them."""
         inputs = (1.0, 2.0, -4.0)
         for scale in (1.0, 2.0**10):
             model, step, _ = self.subject.chain(WEIGHTS, inputs)
-            replayed = self.backend.replay(model, step, None, scale)
+            replayed = self.probe.replay(model, step, None, scale)
             whole = math.prod(WEIGHTS) * sum(inputs)
             assert replayed.loss == whole
             assert sorted(float(gradient.item()) for gradient in replayed.gradients.values()) == sorted(
@@ -309,44 +310,44 @@ class ReplayTests(PrecisionTests):
             assert replayed.parameters.keys() == replayed.gradients.keys()
             assert sorted(stats.largest for stats in replayed.parameters.values()) == sorted(WEIGHTS)
 
-    @requires("replays")
+    @requires("probe")
     def test_a_replay_draws_the_same_mask_twice(self) -> None:
         """And the model's noise is on: a mask is drawn."""
         model, step, _ = self.subject.chain(WEIGHTS, ROW, noise=True)
-        first = self.backend.replay(model, step, None)
-        assert same(self.backend.replay(model, step, None), first)
+        first = self.probe.replay(model, step, None)
+        assert same(self.probe.replay(model, step, None), first)
         plain, whole, _ = self.subject.chain(WEIGHTS, ROW)
-        assert self.backend.replay(plain, whole, None).loss != first.loss
+        assert self.probe.replay(plain, whole, None).loss != first.loss
 
-    @requires("replays")
+    @requires("probe")
     def test_a_replay_leaves_everything_as_it_was(self) -> None:
         """Weights, buffers, pending gradients and random state."""
         model, step, _ = self.subject.chain(WEIGHTS, ROW, noise=True)
         if self.declares("implicit gradients"):
             self.subject.backward(step(model), self.subject.parameters_of(model))
         before = self.subject.model_state(model)
-        self.backend.replay(model, step, None, 2.0)
+        self.probe.replay(model, step, None, 2.0)
         if self.declares("casting"):
-            self.backend.replay(model, step, self.start().plan)
+            self.probe.replay(model, step, self.start().plan)
         assert self.subject.model_state(model) == before
 
-    @requires("replays")
+    @requires("probe")
     def test_a_plan_casts_and_without_one_all_is_float32(self) -> None:
         """Also where a session has casting on for the whole process."""
         _, near = self.low()
         model, step, _ = self.subject.chain((1.0,), (near,))
         amp = self.start()
-        assert self.backend.replay(model, step, None).loss == near
+        assert self.probe.replay(model, step, None).loss == near
         if self.declares("casting"):
-            assert self.backend.replay(model, step, amp.plan).loss == 1.0
+            assert self.probe.replay(model, step, amp.plan).loss == 1.0
         if self.declares("process casting"):
             assert self.subject.casting() != self.outside
 
-    @requires("replays")
+    @requires("probe")
     def test_a_step_that_returns_no_loss_is_refused(self) -> None:
         """The error says what came instead, and nothing has changed."""
         model, _, _ = self.subject.chain(WEIGHTS, ROW)
         before = self.subject.model_state(model)
         with pytest.raises(ampx.LossError, match="str"):
-            self.backend.replay(model, lambda model: "loss", None)
+            self.probe.replay(model, lambda model: "loss", None)
         assert self.subject.model_state(model) == before

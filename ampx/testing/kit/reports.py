@@ -169,7 +169,7 @@ class EventTests(KitTests):
             if hang:
                 self.subject.zero_grad(bench.opt)
 
-    @requires("watches")
+    @requires("probe")
     def test_tracing_names_the_first_overflowing_module(self) -> None:
         """Inside the region, the first module with a non-finite output is found."""
         self.start()

@@ -14,9 +14,10 @@ from typing import Any, Final
 import pytest
 
 import ampx
-from ampx.backend import Conversion
+from ampx.backend import offer
 from ampx.numerics.formats import FORMATS
 from ampx.policy import Dtype
+from ampx.shipping.converter import Conversion, Converter
 from ampx.testing.base import KitTests, requires
 from ampx.testing.checks import refused
 
@@ -44,10 +45,10 @@ class ConvertTests(KitTests):
 
     def outputs(self, model: Any, inputs: Sequence[float] = INPUTS) -> list[float]:
         """Return the numbers that a converted model returns."""
-        (values,) = self.backend.infer(model, self.subject.batch(inputs)).values()
+        (values,) = offer(self.backend, Converter).infer(model, self.subject.batch(inputs)).values()
         return [float(value) for value in values.flatten()]
 
-    @requires("converts")
+    @requires("converter")
     def test_weights_are_stored_and_used_in_the_low_dtype(self) -> None:
         """The digit that the dtype cannot hold is gone, and the weights are smaller."""
         model, names = self.subject.shipped((self.near(), 2.0))
@@ -56,7 +57,7 @@ class ConvertTests(KitTests):
         assert self.outputs(low) == [2 * value for value in INPUTS]
         assert [self.subject.stored(low, name) for name in names] == [{self.dtype}] * 2
 
-    @requires("converts")
+    @requires("converter")
     def test_outputs_are_float32_unless_asked(self) -> None:
         """At the border; inside, numbers are low."""
         model, _ = self.subject.shipped((2.0, 4.0))
@@ -68,7 +69,7 @@ class ConvertTests(KitTests):
             assert self.subject.dtype_of(output) == dtype
             assert self.subject.numbers(output) == [8 * value for value in INPUTS]
 
-    @requires("converts")
+    @requires("converter")
     def test_what_is_denied_stays_in_float32(self) -> None:
         """Its weight, what it computes, and what it returns."""
         near = self.near()
@@ -77,7 +78,7 @@ class ConvertTests(KitTests):
         assert self.outputs(low) == [2 * near * value for value in INPUTS]
         assert [self.subject.stored(low, name) for name in names] == [{self.dtype}, {"float32"}]
 
-    @requires("converts")
+    @requires("converter")
     def test_normalization_stays_in_float32_and_uses_its_running_statistics(self) -> None:
         """The model is in training, where it would use those of the batch; these are mean 0 and variance 1."""
         model, names = self.subject.shipped((2.0, 4.0), norm=True)
@@ -89,7 +90,7 @@ class ConvertTests(KitTests):
         assert [self.subject.stored(low, name) for name in names] == [*[{self.dtype}] * 2, {"float32"}]
         assert self.subject.model_state(model) == before
 
-    @requires("converts")
+    @requires("converter")
     def test_the_model_stays_as_it_is(self) -> None:
         """Where it is converted, and where that is refused."""
         model, names = self.subject.shipped((self.near(), 2.0))
@@ -100,7 +101,7 @@ class ConvertTests(KitTests):
         assert self.subject.model_state(model) == before
         assert self.subject.stored(model, names[0]) == {"float32"}
 
-    @requires("converts")
+    @requires("converter")
     def test_outputs_that_do_not_agree_are_refused_with_the_layer_that_needs_float32(self) -> None:
         """The message names the batch, and the layer; denied, the model is converted."""
         model, names = self.subject.shipped((1.0, 2.0, self.near()))
@@ -110,7 +111,7 @@ class ConvertTests(KitTests):
         low = self.converted(model, INPUTS, tolerance=1e-6, deny=[entry])
         assert self.outputs(low) == [2 * self.near() * value for value in INPUTS]
 
-    @requires("converts")
+    @requires("converter")
     def test_a_weight_that_becomes_infinite_is_refused(self) -> None:
         """By the comparison, or before it; only float16 has a limit that float32 passes."""
         if self.dtype != "float16":
@@ -119,7 +120,7 @@ class ConvertTests(KitTests):
         with pytest.raises(ampx.ConversionError, match=r"infinite|not finite"):
             self.converted(model, tolerance=math.inf)
 
-    @requires("converts")
+    @requires("converter")
     def test_mistakes_are_refused(self) -> None:
         """Before anything is converted."""
         model, _ = self.subject.shipped((1.0, 2.0))
@@ -133,7 +134,7 @@ class ConvertTests(KitTests):
         with refused(ampx.UnsupportedDtypeError, passed="dtype='float32'", accepted="'float16'", advice="Pass"):
             ampx.convert(model, "float32", framework=self.subject.framework)
 
-    @requires("converts")
+    @requires("converter")
     def test_a_conversion_without_a_batch_says_that_nothing_was_compared(self) -> None:
         """Or is refused, where the backend has to trace the model."""
         model, _ = self.subject.shipped((self.near(), 2.0))
@@ -142,10 +143,10 @@ class ConvertTests(KitTests):
             with pytest.raises((ampx.PrecisionWarning, ampx.InvalidOptionError), match="batch"):
                 ampx.convert(model, self.dtype, framework=self.subject.framework)
 
-    @requires("converts")
+    @requires("converter")
     def test_a_float32_copy_computes_what_the_model_does(self) -> None:
         """It is what conversions are held against."""
         model, _ = self.subject.shipped((self.near(), 2.0))
         batch = self.subject.batch(INPUTS)
-        copied = self.backend.convert(model, Conversion("float32", batch=batch)).model
+        copied = offer(self.backend, Converter).convert(model, Conversion("float32", batch=batch)).model
         assert self.outputs(copied) == [2 * self.near() * value for value in INPUTS]

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 
 import ampx
-from ampx.run import Automates
 from ampx.testing.base import KitTests
 
 
@@ -25,10 +24,6 @@ class VerbTests(KitTests):
                         f"{kind.__name__}.{name}: {purpose} Wanted because {ability} is declared."
                     )
 
-        if self.backend.capabilities.automates and not isinstance(self.backend, Automates):
-            purpose = (inspect.getdoc(Automates.automate) or "").splitlines()[0]
-            raise NotImplementedError(f"{kind.__name__}.automate: {purpose} Wanted because automates is declared.")
-
     def _wanted(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Return what is declared, with the verbs that it needs; not `clip`, since a wrapper may clip by itself."""
         can = self.backend.capabilities
@@ -40,19 +35,5 @@ class VerbTests(KitTests):
             yield "level O2 or O3", ("prepare",)
         if can.op_lists:
             yield "op_lists", ("check_plan",)
-        if can.promotes:
-            yield "promotes", ("widest",)
-        if can.state_values:
-            yield "state_values", ("state_handle",)
         if can.sees_backward:
             yield "sees_backward", ("watch_backward",)
-        if can.names_gradients:
-            yield "names_gradients", ("nonfinite_parameters",)
-        if can.watches:
-            yield "watches", ("watch",)
-        if can.forces or can.simulates:
-            yield "forces or simulates", ("force",)
-        if can.replays:
-            yield "replays", ("replay",)
-        if can.converts:
-            yield "converts", ("convert", "infer")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ampx.run import Run
+from ampx.run import Automation, Run
 from ampx_mxnet import amp
 
 from .backward import backward_scaled
@@ -36,3 +36,9 @@ def automate(run: Run) -> Iterator[None]:
         stack.callback(amp.uninstall)
         stack.callback(manager.end)  # first of all: casting puts back what it found, which is patched here
         yield
+
+
+class MXNetAutomation(Automation):
+    """Patches the framework: see `automate`."""
+
+    automate = staticmethod(automate)

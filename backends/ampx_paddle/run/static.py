@@ -1,22 +1,19 @@
-"""Static graphs: `minimize` casts the program and builds the loss scale into it; and `import paddle.fluid`."""
+"""Static graphs: `minimize` casts the program and builds the loss scale into it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 from unittest import mock
 
 import paddle
 
-from ampx.run import ImportAlias
 from ampx_paddle import casting
 from ampx_paddle.graph_rewrite import cast_program
 from ampx_paddle.static import GraphLedger, StaticOptimizer
 
 from .manager import PaddleManaged, PaddleManager
-
-_FLUID: Final = "paddle.fluid"
 
 
 def minimize(
@@ -55,7 +52,7 @@ def minimize(
 
 @contextmanager
 def programs_watched(manager: PaddleManager) -> Iterator[None]:
-    """Patch the executor, which alone sees a program's steps; offer the alias of `paddle.fluid`."""
+    """Patch the executor, which alone sees a program's steps."""
     native = paddle.static.Executor.run
     recorder = manager.run.recorder
 
@@ -81,25 +78,12 @@ def programs_watched(manager: PaddleManager) -> Iterator[None]:
                 ledger.keep_loss(loss)
         return result
 
-    with ImportAlias([_FLUID], _install_fluid, _uninstall_fluid).installed():
-        with (
-            mock.patch.object(paddle.static.Executor, "run", run),
-            mock.patch.object(StaticOptimizer, "minimize", minimize_observed),
-        ):
-            yield
-        manager.look()
-        if manager.decorated:
-            manager.run.stood_down = "paddle.fluid.contrib.mixed_precision.decorate"
-            manager.run.lines = ("the script has it by hand: its own calls decide",)
-
-
-def _install_fluid(name: str) -> None:
-    from ampx_paddle.old import fluid
-
-    fluid.install()
-
-
-def _uninstall_fluid() -> None:
-    from ampx_paddle.old import fluid
-
-    fluid.uninstall()
+    with (
+        mock.patch.object(paddle.static.Executor, "run", run),
+        mock.patch.object(StaticOptimizer, "minimize", minimize_observed),
+    ):
+        yield
+    manager.look()
+    if manager.decorated:
+        manager.run.stood_down = "paddle.fluid.contrib.mixed_precision.decorate"
+        manager.run.lines = ("the script has it by hand: its own calls decide",)

@@ -216,7 +216,7 @@ def check_dtypes(dtypes: Mapping[str, str]) -> None:
 
 @contextmanager
 def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[Forcing]:
-    """Compute named modules in dtypes of their own: see `ampx.backend.Backend.force`."""
+    """Compute named modules in dtypes of their own: see `Probe.force`."""
     check_dtypes(dtypes)
     modules = Modules(model)
     if model is not None:

@@ -16,8 +16,9 @@ from keras.src.random.seed_generator import global_seed_generator
 from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 
-from ampx.backend import CastPlan, Replayed, Step
+from ampx.backend import CastPlan
 from ampx.errors import DetachedLossError, LossDtypeError, LossShapeError
+from ampx.numerics.probe import Replayed, Step
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
 from ampx_tensorflow import casting, gradients, products, retracing
@@ -32,7 +33,7 @@ _SEED: Final = 0
 
 
 def replay(model: Any, step: Step, plan: CastPlan | None, scale: float, autocast: Callable[[], Any]) -> Replayed:
-    """Compute the loss of a batch and its gradients: see `ampx.backend.Backend.replay`.
+    """Compute the loss of a batch and its gradients: see `Probe.replay`.
 
     Args:
         model: The model, or variables in a list or dict.
@@ -70,7 +71,7 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float, autocast
 
 
 def clock(model: Any, step: Step, plan: CastPlan | None, autocast: Callable[[], Any]) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `ampx.backend.Backend.clock`.
+    """Return what times a batch and its gradients: see `Probe.clock`.
 
     All of it is one function, as in `fit` and in a `tf.function` around a training step. A step that TensorFlow cannot
     trace is timed as Python, as it trains; so is every step where functions run eagerly. Where something is cast,

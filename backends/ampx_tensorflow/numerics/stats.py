@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from ampx.backend import Stats
 from ampx.numerics.formats import FORMATS
+from ampx.numerics.probe import Stats
 
 _INFINITY: Final = 0x7F800000  # magnitudes of float32, as integers, are in the order of the numbers
 _LARGEST: Final = 0x7FFFFFFF

@@ -23,8 +23,8 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, record
 from tensorflow.python.framework import op_callbacks
 
-from ampx.backend import Direction, Reading, Watching
 from ampx.callers import script_line
+from ampx.numerics.probe import Direction, Reading, Watching
 from ampx.numerics.watching import check_patterns
 
 from . import stats
@@ -321,7 +321,7 @@ def uncompiled() -> Iterator[None]:
 
 @contextmanager
 def watch(model: Any | None, watching: Watching) -> Iterator[TensorFlowWatch]:
-    """Read the modules of a model, or of every model that is called: see `ampx.backend.Backend.watch`."""
+    """Read the modules of a model, or of every model that is called: see `Probe.watch`."""
     modules = Modules(model)
     if model is not None:
         check_patterns("watch", watching.modules, modules.names)

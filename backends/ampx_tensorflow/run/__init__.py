@@ -25,7 +25,7 @@ from typing import cast
 from ampx.backend import CastPlan
 from ampx.numerics.watching import module_dtypes
 from ampx.policy import Dtype
-from ampx.run import Run
+from ampx.run import Automation, Run
 from ampx_tensorflow import devices, numerics
 from ampx_tensorflow.numerics import forcing
 from ampx_tensorflow.numerics.watching import uncompiled
@@ -86,3 +86,9 @@ def modules_forced(run: Run, dtypes: dict[str, str]) -> Iterator[None]:
         yield
         for pattern in forced.unmatched():
             run.recorder.note(f"'module:{pattern}' matched no module that was called")
+
+
+class TensorFlowAutomation(Automation):
+    """Patches the framework: see `automate`."""
+
+    automate = staticmethod(automate)

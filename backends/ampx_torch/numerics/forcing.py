@@ -29,7 +29,7 @@ _COMPUTED: Final[dict[str, torch.dtype]] = {str(name): dtype for name, dtype in 
 
 @contextmanager
 def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
-    """Compute named modules in a dtype of their own: see `ampx.Backend.force`."""
+    """Compute named modules in a dtype of their own: see `Probe.force`."""
     accepted = (*_COMPUTED, *SIMULATED)
     for dtype in dtypes.values():
         if dtype not in accepted:

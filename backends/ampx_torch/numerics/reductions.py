@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampx.backend import Stats
 from ampx.numerics.formats import FORMATS
+from ampx.numerics.probe import Stats
 
 # How many elements, and on their device in float64: not finite, NaN, of magnitude 0 or not finite, flushed and
 # of magnitude 0 or not finite, overflowed; largest, smallest non-zero and lowest finite.

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.autograd import backward  # the function itself: `ampx run` has another in its place
 
-from ampx.backend import Backend, CastPlan, Replayed, Step
+from ampx.backend import Backend, CastPlan
+from ampx.numerics.probe import Replayed, Step
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
 from ampx.scaling import check_loss
@@ -22,7 +23,7 @@ from .reductions import Limits, read, reduce, stored
 
 
 def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-    """Compute the loss of a batch and its gradients: see `ampx.Backend.replay`."""
+    """Compute the loss of a batch and its gradients: see `Probe.replay`."""
     trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     with _kept(model):
         limits = Limits.of("float16")
@@ -37,7 +38,7 @@ def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None
 
 
 def clock(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `ampx.Backend.clock`.
+    """Return what times a batch and its gradients: see `Probe.clock`.
 
     Where something is cast, gradients are looked at, as the optimizer will do.
     """

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
-from ampx.backend import Direction, Reading, Watching
 from ampx.callers import script_line
+from ampx.numerics.probe import Direction, Reading, Watching
 from ampx_torch.lent_hooks import lend
 
 from .names import Names, check_patterns, each_model
@@ -317,7 +317,7 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def watch(model: nn.Module | None, watching: Watching) -> Iterator[ModuleWatch]:
-    """Read the outputs of modules and the gradients of these outputs: see `ampx.Backend.watch`."""
+    """Read the outputs of modules and the gradients of these outputs: see `Probe.watch`."""
     view = ModuleWatch(watching)
     with ExitStack() as stack:
 

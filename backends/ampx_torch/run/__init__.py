@@ -10,7 +10,7 @@ The script is not ours to edit: torch is patched, and every patch ends with the 
 - `operations`: `torch.compile`, where a function is to be compiled whole;
 - `accelerate`: `Accelerator.__init__`, whose fp16 on a CPU is carried out;
 - `mistakes`: functions that clip gradients, and steps of optimizers that nobody wrapped, in a run that is looked at;
-- `old_names`: `import apex`, which ampx provides where it is missing.
+- plugins that stand in for old names, such as `ampx_apex`: `import apex`, which is provided where it is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ampx.run import Run
+from ampx.run import Automation, Run
 
 from .accelerate import accelerators_carried_out
 from .backward import backward_scaled
@@ -27,7 +27,6 @@ from .manager import TorchManager, optimizers_managed
 from .mistakes import mistakes_named
 from .modules import modules_ruled
 from .native import autocast_watched
-from .old_names import old_names
 from .operations import whole_graphs_uncounted
 from .scaler import scaler_watched
 
@@ -41,5 +40,11 @@ def automate(run: Run) -> Iterator[None]:
         *(autocast_watched, scaler_watched, accelerators_carried_out, mistakes_named),
         whole_graphs_uncounted,
     )
-    with TorchManager(run).region(old_names, *(patches if run.settings.automates else ())):
+    with TorchManager(run).region(*run.old_names(), *(patches if run.settings.automates else ())):
         yield
+
+
+class TorchAutomation(Automation):
+    """Patches the framework: see `automate`."""
+
+    automate = staticmethod(automate)

@@ -45,7 +45,7 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
             return
         weights = grad_tensors if grad_variables is None else grad_variables
         if manager.held:
-            manager.decide()
+            manager.decide(manager.held)
         recorder = manager.run.recorder
         if recorder.wants_losses and not manager.inside and asked_by_script(OWN, _THROUGH):
             _report_loss(recorder, tensors, weights)

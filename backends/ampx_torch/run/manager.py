@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
 from unittest import mock
@@ -115,6 +115,21 @@ class Owners:
         return any(self.of(id(p)) is not managed for group in managed.raw.param_groups for p in group["params"])
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A former recipe that the script has imported, and may switch on.
+
+    Attributes:
+        name: How reports call it.
+        start: The call that switches it on.
+        is_off: Returns whether the script has called that to switch it off.
+    """
+
+    name: str
+    start: str
+    is_off: Callable[[], bool]
+
+
 class TorchManager(Manager[TorchManaged]):
     """What is managed in one run."""
 
@@ -129,7 +144,7 @@ class TorchManager(Manager[TorchManaged]):
         self.retained: dict[int, weakref.ref[torch.Tensor]] = {}
         self.reached: list[TorchManaged] = []  # what that backward is scaled for
         self.pending = False  # some gradients may carry a loss scale
-        self.held = False  # the script has imported apex.amp, which may be switched on: nothing is cast yet
+        self.held: Recipe | None = None  # what the script may yet switch on: nothing is cast so far
         self.native = Native(run)  # the script's own regions and GradScaler
         # Makes reads of gradients known; called where losses are multiplied.
         self.watch_gradients: Callable[[], None] = lambda: None
@@ -191,7 +206,7 @@ class TorchManager(Manager[TorchManaged]):
 
     def start(self) -> None:
         """Start the session with the first optimizer, region or GradScaler of the script."""
-        self.held = False
+        self.held = None
         if self.run.amp is None:
             self.sampler.start()
             amp = self.run.session(**self.native.options)
@@ -202,7 +217,7 @@ class TorchManager(Manager[TorchManaged]):
 
     def follow(self) -> None:
         """Only record from now on: the script has started a session by itself."""
-        self.held = False
+        self.held = None
         self.record_steps()
         super().follow()
 
@@ -234,16 +249,16 @@ class TorchManager(Manager[TorchManaged]):
     def release(self) -> None:
         """Leave every optimizer as it was."""
         if self.held:
-            self.stand_down("apex.amp", waits=True)
+            self.stand_down(self.held.name, waits=True)
         self.employ()
         super().release()
 
-    # -- apex.amp and GradScaler -------------------------------------------------------------------
+    # -- former recipes and GradScaler -------------------------------------------------------------
 
-    def hold(self) -> None:
-        """Cast nothing, because the script has imported apex.amp and may switch it on, until the first backward.
+    def hold(self, recipe: Recipe) -> None:
+        """Cast nothing, because the script has imported what it may switch on, until the first backward.
 
-        apex.amp has to be switched on or off before that. A script that has trained already goes on as it is.
+        It has to be switched on or off before that. A script that has trained already goes on as it is.
         """
         if self.stood_down or any(managed.wrapped is not None for managed in self.managed()):
             return
@@ -251,19 +266,18 @@ class TorchManager(Manager[TorchManaged]):
         if self.run.amp is not None:
             self.run.amp.shutdown()
             self.run.amp = None
-        self.held = True
+        self.held = recipe
 
-    def decide(self) -> None:
-        """Begin at the first backward or step of a script that imports apex.amp, unless it switched that off."""
-        amp = sys.modules.get("ampx_torch.old.apex.amp._amp_state")
-        if amp is not None and amp._amp_state.switched_off:
-            self.held = False
-            self.stand_down("apex.amp", waits=True)
+    def decide(self, recipe: Recipe) -> None:
+        """Begin at the first backward or step of a script that imports a former recipe, unless it switched that off."""
+        if recipe.is_off():
+            self.held = None
+            self.stand_down(recipe.name, waits=True)
         elif self._references:
             self.start()
             self.run.recorder.note(
-                "The script imports apex.amp and had not called amp.initialize when it first ran backward: casting "
-                "began there."
+                f"The script imports {recipe.name} and had not called {recipe.start} when it first ran backward: "
+                f"casting began there."
             )
 
     def stand_down(self, why: str, waits: bool = False) -> None:
@@ -283,7 +297,7 @@ class TorchManager(Manager[TorchManaged]):
     def _shadow(self, managed: TorchManaged) -> Callable[..., Any]:
         def shadow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.held:
-                self.decide()
+                self.decide(self.held)
             if managed.busy or self.run.stood_down:
                 return managed.run_raw(*args, **kwargs)
             return self._step(managed, args, kwargs)

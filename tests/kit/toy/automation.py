@@ -1,4 +1,4 @@
-"""`ampx run` in the toy: how small the verb `automate` can be."""
+"""`ampx run` in the toy: how small `automate` can be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from ampx.optimizer import GenericOptimizer
-from ampx.run import Managed, Manager, Run
+from ampx.run import Automation, Managed, Manager, Run
 from toy.framework import Optimizer, Tensor
 
 ToyManager = Manager[Managed]
@@ -71,3 +71,9 @@ def backward_scaled(manager: ToyManager) -> Iterator[None]:
 
     with mock.patch.object(Tensor, "backward", scaled_backward):
         yield
+
+
+class ToyAutomation(Automation):
+    """Manages the optimizers of a script."""
+
+    automate = staticmethod(automate)

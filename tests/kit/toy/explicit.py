@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import ampx
-from ampx.backend import Device
+from ampx.backend import Contract, Device
 from toy.framework import Optimizer, Tensor
-from toy.numerics import ToyNumerics
+from toy.verbs import ToyVerbs
 
 
-class ExplicitToy(ToyNumerics):
+class ExplicitToy(ToyVerbs):
     """The toy framework used like JAX: `opt.step(grads)`."""
 
     name: ClassVar[str] = "toy-explicit"
@@ -21,10 +21,8 @@ class ExplicitToy(ToyNumerics):
         gradients="explicit",
         autocast="scoped",
         clipping=True,
-        watches=True,
-        forces=True,
-        replays=True,
     )
+    offers: ClassVar[Mapping[str, str | type[Contract]]] = {"probe": "toy.numerics:ToyProbe"}
 
     def apply(self, optimizer: Optimizer, grads: Sequence[Tensor | None]) -> None:
         """Run the framework's update."""
@@ -36,7 +34,7 @@ class BareToy(ExplicitToy):
 
     name: ClassVar[str] = "toy-bare"
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(gradients="explicit")
-    watch, force, replay = ampx.Backend.watch, ampx.Backend.force, ampx.Backend.replay  # which refuse
+    offers: ClassVar[Mapping[str, str | type[Contract]]] = {}
 
     def device(self, name: str) -> Device:
         """Describe a device that computes float32."""

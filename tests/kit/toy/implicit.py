@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import ampx
-from ampx.backend import CastPlan, Unscaled, is_module, reject_unknown
+from ampx.backend import CastPlan, Contract, Unscaled, is_module, reject_unknown
 from ampx.optimizer import GenericOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
-from ampx.run import Run
-from toy.automation import automate
 from toy.framework import Optimizer, Tensor
-from toy.inference import ToyInference
+from toy.verbs import ToyVerbs
 
 OPERATIONS = ("product", "total")
 
 
-class ImplicitToy(ToyInference):
+class ImplicitToy(ToyVerbs):
     """The toy framework used like PyTorch: `loss.backward()`, `opt.step()`."""
 
     name: ClassVar[str] = "toy"
@@ -31,18 +28,15 @@ class ImplicitToy(ToyInference):
         gradients="implicit",
         autocast="scoped",
         op_lists=True,
-        promotes=True,
         clipping=True,
         per_loss_scales=True,
         sees_backward=True,
-        names_gradients=True,
-        automates=True,
-        watches=True,
-        forces=True,
-        replays=True,
-        simulates=frozenset({"float8_e4m3", "float8_e5m2"}),
-        converts=True,
     )
+    offers: ClassVar[Mapping[str, str | type[Contract]]] = {
+        "probe": "toy.numerics:ToyProbe",
+        "converter": "toy.inference:ToyConverter",
+        "automation": "toy.automation:ToyAutomation",
+    }
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
         """Check the op lists."""
@@ -118,10 +112,6 @@ class ImplicitToy(ToyInference):
             if bad:
                 rows.append((str(position), bad, len(parameter.data)))
         return rows
-
-    def automate(self, run: Run) -> AbstractContextManager[None]:
-        """Manage the optimizers of a script."""
-        return automate(run)
 
 
 def _overwrite(grads: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> list[Tensor | None]:

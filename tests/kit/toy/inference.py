@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ampx.backend import Array, Conversion, Converted
+from ampx.backend import Array
+from ampx.shipping.converter import Conversion, Converted, Converter
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 from toy.framework import FLOATING, Dense, Module, Norm, Tensor
-from toy.numerics import ToyNumerics
 
 
 class LowDense(Dense):
@@ -32,12 +32,12 @@ class Border(Module):
         return super().forward(x).to(self.dtype)
 
 
-class ToyInference(ToyNumerics):
+class ToyConverter(Converter):
     """Converts the toy's modules."""
 
     def convert(self, model: Module, conversion: Conversion) -> Converted:
         """Round the weights of a copy."""
-        check_computed(self, "cpu", conversion.dtype)
+        check_computed(self.backend, "cpu", conversion.dtype)
         denied = denied_names(conversion.deny, dict(model.named_modules()))
         copied = copy.deepcopy(model)
         border = Border(**copied.modules)

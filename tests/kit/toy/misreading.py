@@ -1,4 +1,4 @@
-"""Mistakes in the verbs of the precision debugger."""
+"""Mistakes in how the precision debugger looks into the toy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-from ampx.backend import CastPlan, Reading, Replayed, Stats, Step, Watch, Watching
+from ampx.backend import CastPlan
+from ampx.numerics.probe import Reading, Replayed, Stats, Step, Watch, Watching
 from toy import framework
 from toy.framework import Module, Tensor
-from toy.implicit import ImplicitToy
+from toy.numerics import ToyProbe
 
 # The regions that nobody closed but who judges.
 left_open: Final = ExitStack()
@@ -52,27 +53,27 @@ def no_inputs(readings: list[Reading]) -> list[Reading]:
 
 
 @contextmanager
-def watches_on(self: ImplicitToy, model: Module | None, watching: Watching) -> Iterator[Watch]:
+def watches_on(self: ToyProbe, model: Module | None, watching: Watching) -> Iterator[Watch]:
     """Go on reading when the region is left."""
-    yield left_open.enter_context(ImplicitToy.watch(self, model, watching))
+    yield left_open.enter_context(ToyProbe.watch(self, model, watching))
 
 
 @contextmanager
-def watches_rounded(self: ImplicitToy, model: Module | None, watching: Watching) -> Iterator[Watch]:
+def watches_rounded(self: ToyProbe, model: Module | None, watching: Watching) -> Iterator[Watch]:
     """Let the dtype that is watched be the dtype of the values."""
-    with ImplicitToy.force(self, model, {"*": watching.dtype}), ImplicitToy.watch(self, model, watching) as watch:
+    with ToyProbe.force(self, model, {"*": watching.dtype}), ToyProbe.watch(self, model, watching) as watch:
         yield watch
 
 
 @contextmanager
-def watches_named_models(self: ImplicitToy, model: Module | None, watching: Watching) -> Iterator[Watch]:
+def watches_named_models(self: ToyProbe, model: Module | None, watching: Watching) -> Iterator[Watch]:
     """See nothing where no model is named."""
-    with ImplicitToy.watch(self, Module() if model is None else model, watching) as watch:
+    with ToyProbe.watch(self, Module() if model is None else model, watching) as watch:
         yield watch
 
 
 @contextmanager
-def forces_forward(self: ImplicitToy, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+def forces_forward(self: ToyProbe, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
     """Round what comes out, and leave the backward pass in float32."""
 
     def rounds(module: Module, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -90,25 +91,25 @@ def forces_forward(self: ImplicitToy, model: Module | None, dtypes: Mapping[str,
 
 
 @contextmanager
-def keeps_forcing(self: ImplicitToy, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+def keeps_forcing(self: ToyProbe, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
     """Go on forcing when the region is left."""
-    left_open.enter_context(ImplicitToy.force(self, model, dtypes))
+    left_open.enter_context(ToyProbe.force(self, model, dtypes))
     yield
 
 
 def draws_another_mask(
-    self: ImplicitToy, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0
+    self: ToyProbe, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0
 ) -> Replayed:
     """Draw other random numbers in every replay."""
     try:
-        return ImplicitToy.replay(self, model, step, plan, scale)
+        return ToyProbe.replay(self, model, step, plan, scale)
     finally:
         framework.generator.random()
 
 
-def keeps_buffers(self: ImplicitToy, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+def keeps_buffers(self: ToyProbe, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Leave the buffers as the batch left them."""
-    replayed = ImplicitToy.replay(self, model, step, plan, scale)
+    replayed = ToyProbe.replay(self, model, step, plan, scale)
     model.calls += 1
     return replayed
 
@@ -124,10 +125,8 @@ def cast_as_now(step: Step) -> Step:
     return cast
 
 
-def replays_anything(
-    self: ImplicitToy, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0
-) -> Replayed:
+def replays_anything(self: ToyProbe, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Take anything for a loss."""
     if isinstance(step(model), str):
         return Replayed(0.0, {}, {})
-    return ImplicitToy.replay(self, model, step, plan, scale)
+    return ToyProbe.replay(self, model, step, plan, scale)

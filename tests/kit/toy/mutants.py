@@ -9,7 +9,7 @@ from unittest import mock
 
 import ampx
 from ampx.backend import LossInfo, reject_unknown
-from ampx.debug import OverflowTrace
+from ampx.numerics.overflow import OverflowTrace
 from ampx.optimizer import GenericOptimizer
 from ampx.protocol import Member
 from ampx.scale_state import LossScale
@@ -18,9 +18,11 @@ from ampx.session import Amp, sessions
 from ampx.shipping import convert as shipping
 from ampx.shipping.convert import OutputError
 from toy import framework
+from toy.automation import ToyAutomation
 from toy.explicit import BareToy, ExplicitToy
 from toy.framework import FLOATING
 from toy.implicit import ImplicitToy, ToyOptimizer
+from toy.inference import ToyConverter
 from toy.misconverting import asked, in_place, names_nothing, norms_too
 from toy.misreading import (
     blinkered,
@@ -57,12 +59,14 @@ from toy.mutation import (
     own_group,
     patched,
     quiet,
+    room,
     spoiled,
     stays,
     unscales_again,
     verbs,
     wrapper,
 )
+from toy.numerics import ToyProbe
 from toy.verbs import casting_of
 
 
@@ -116,6 +120,7 @@ MUTANTS: Final[list[Mutant]] = [
     # Harnesses that prove nothing.
     blind("DeafHarness", loss=lambda self, p, g: framework.pull(p, [[0.0] * len(slopes) for slopes in g])),
     blind("SlowHarness", optimizer=lambda self, p, momentum: framework.Optimizer(p, 0.25, momentum / 2)),
+    blind("ClaimsToWatch", guards_raw_steps=True, watches_others=True, watches_true=True),
     # Scaling and unscaling.
     verbs("NeverUnscales", unscale=lambda self, grads, scale: Toy.unscale(self, grads, 1.0)),
     verbs("UnscalesTwice", unscale=lambda self, grads, scale: Toy.unscale(self, grads, scale * scale)),
@@ -192,55 +197,80 @@ MUTANTS: Final[list[Mutant]] = [
     spoiled("CastsTheUpdate", lambda optimizer: optimizer.__dict__.update(_plan=None)),
     verbs("IgnoresOpLists", check_plan=lambda self, plan: replace(plan, allow=(), deny=())),
     # Sessions and capabilities.
-    verbs("ClaimsStateValues", capabilities=replace(ImplicitToy.capabilities, state_values=True)),
+    verbs("ClaimsStateValues", state_handle=lambda self, state, call: None),
     Mutant("DiesWithItsSession", DiesWithItsSession),
     verbs("RenamesDevices", device=lambda self, name: replace(Toy.device(self, name), name=f"{name}!")),
     verbs("KnowsEveryDevice", device=lambda self, name: Toy.device(self, "cpu")),
     verbs("OverstatesDevices", device=lambda self, name: replace(Toy.device(self, name), native=frozenset(FLOATING))),
     verbs("WantsEverything", device=lambda self, name: replace(Toy.device(self, name), preferred="float32")),
     # The precision debugger.
-    verbs("MissesTheBackwardPass", watch=lambda self, *args: blinkered(Toy.watch(self, *args), sees_forward)),
-    verbs("CountsInfAsFinite", watch=lambda self, *args: blinkered(Toy.watch(self, *args), inf_is_finite)),
-    verbs("WatchesOutputsOnly", watch=lambda self, *args: blinkered(Toy.watch(self, *args), no_inputs)),
-    verbs("ReadsOnBehindTheRegion", watch=watches_on),
-    verbs("WatchesWithRounding", watch=watches_rounded),
-    verbs("IgnoresPatterns", watch=lambda self, model, watching: Toy.watch(self, model, replace(watching, modules=()))),
-    verbs("WatchesNamedModelsOnly", watch=watches_named_models),
-    verbs("SeesNoOperation", watch=lambda self, model, w: Toy.watch(self, model, replace(w, operations=False))),
-    verbs("ForcesNothing", force=lambda self, model, dtypes: nullcontext()),
-    verbs("ForcesForwardOnly", force=forces_forward),
-    verbs("FirstPatternHolds", force=lambda self, model, d: Toy.force(self, model, dict(reversed(d.items())))),
-    verbs("KeepsForcing", force=keeps_forcing),
-    verbs("SimulatesNothing", force=lambda self, m, d: Toy.force(self, m, {k: _real(v) for k, v in d.items()})),
-    verbs("DrawsAnotherMask", replay=draws_another_mask),
-    verbs("KeepsTheScale", replay=lambda self, m, step, plan, s=1.0: Toy.replay(self, m, lambda x: step(x) * s, plan)),
-    verbs("KeepsBuffers", replay=keeps_buffers),
-    verbs("ReplaysAsCast", replay=lambda self, m, step, plan, s=1.0: Toy.replay(self, m, cast_as_now(step), plan, s)),
-    verbs("ReplaysAnything", replay=replays_anything),
+    room(
+        "MissesTheBackwardPass",
+        ToyProbe,
+        watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), sees_forward),
+    ),
+    room(
+        "CountsInfAsFinite", ToyProbe, watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), inf_is_finite)
+    ),
+    room("WatchesOutputsOnly", ToyProbe, watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), no_inputs)),
+    room("ReadsOnBehindTheRegion", ToyProbe, watch=watches_on),
+    room("WatchesWithRounding", ToyProbe, watch=watches_rounded),
+    room(
+        "IgnoresPatterns",
+        ToyProbe,
+        watch=lambda self, model, watching: ToyProbe.watch(self, model, replace(watching, modules=())),
+    ),
+    room("WatchesNamedModelsOnly", ToyProbe, watch=watches_named_models),
+    room(
+        "SeesNoOperation",
+        ToyProbe,
+        watch=lambda self, model, w: ToyProbe.watch(self, model, replace(w, operations=False)),
+    ),
+    room("ForcesNothing", ToyProbe, force=lambda self, model, dtypes: nullcontext()),
+    room("ForcesForwardOnly", ToyProbe, force=forces_forward),
+    room(
+        "FirstPatternHolds",
+        ToyProbe,
+        force=lambda self, model, d: ToyProbe.force(self, model, dict(reversed(d.items()))),
+    ),
+    room("KeepsForcing", ToyProbe, force=keeps_forcing),
+    room(
+        "SimulatesNothing",
+        ToyProbe,
+        force=lambda self, m, d: ToyProbe.force(self, m, {k: _real(v) for k, v in d.items()}),
+    ),
+    room("DrawsAnotherMask", ToyProbe, replay=draws_another_mask),
+    room(
+        "KeepsTheScale",
+        ToyProbe,
+        replay=lambda self, m, step, plan, s=1.0: ToyProbe.replay(self, m, lambda x: step(x) * s, plan),
+    ),
+    room("KeepsBuffers", ToyProbe, replay=keeps_buffers),
+    room(
+        "ReplaysAsCast",
+        ToyProbe,
+        replay=lambda self, m, step, plan, s=1.0: ToyProbe.replay(self, m, cast_as_now(step), plan, s),
+    ),
+    room("ReplaysAnything", ToyProbe, replay=replays_anything),
     # Conversion for inference.
-    verbs("ConvertsInPlace", convert=in_place),
-    verbs("ConvertsNorms", convert=norms_too),
-    verbs("ConvertsNothing", convert=asked(dtype="float32")),
-    verbs("ConvertsTheReference", convert=asked(dtype="float16")),
-    verbs("ConvertsWhatIsDenied", convert=asked(deny=())),
-    verbs("ConvertsOutputs", convert=asked(keep_io=False)),
-    verbs("NamesNoLayers", convert=names_nothing),
+    room("ConvertsInPlace", ToyConverter, convert=in_place),
+    room("ConvertsNorms", ToyConverter, convert=norms_too),
+    room("ConvertsNothing", ToyConverter, convert=asked(dtype="float32")),
+    room("ConvertsTheReference", ToyConverter, convert=asked(dtype="float16")),
+    room("ConvertsWhatIsDenied", ToyConverter, convert=asked(deny=())),
+    room("ConvertsOutputs", ToyConverter, convert=asked(keep_io=False)),
+    room("NamesNoLayers", ToyConverter, convert=names_nothing),
     patched("ComparesNothing", OutputError, "agrees", lambda true, self, tolerance: True),
     patched("SaysNothing", shipping.callers, "warn", lambda true, *args: None),
     # Automation.
-    verbs("AutomatesNothing", automate=lambda self, run: nullcontext()),
-    verbs("KeepsTheSession", automate=lambda self, run: Toy.automate(self, stays(run))),
+    room("AutomatesNothing", ToyAutomation, automate=lambda self, run: nullcontext()),
+    room("KeepsTheSession", ToyAutomation, automate=lambda self, run: ToyAutomation.automate(stays(run))),
     # Backends that do what they do not declare.
-    verbs("QuietAutomation", ExplicitToy, automate=lambda self, run: nullcontext()),
+    verbs("ClaimsBackward", ExplicitToy, capabilities=replace(ExplicitToy.capabilities, sees_backward=True)),
+    verbs("OffersWhatIsNone", offers={**Toy.offers, "probes": ToyProbe}),
     verbs("QuietOpLists", ExplicitToy, check_plan=lambda self, plan: plan),
-    verbs("QuietNames", ExplicitToy, nonfinite_parameters=lambda self, optimizer, model: []),
-    verbs("QuietPromotion", ExplicitToy, widest=lambda self, tree, at_least: at_least),
     verbs("QuietClipping", BareToy, clip=lambda self, grads, max_norm, max_value: (grads, 1.0)),
     verbs("QuietBackward", ExplicitToy, watch_backward=lambda self, loss, scaled: lambda: None),
-    verbs("QuietWatch", BareToy, watch=lambda self, model, watching: nullcontext()),
-    verbs("QuietForce", BareToy, force=lambda self, model, dtypes: nullcontext()),
-    verbs("QuietConversion", BareToy, convert=asked(), infer=Toy.infer),
-    verbs("QuietReplay", BareToy, replay=lambda self, model, step, plan, scale=1.0: None),
     # Mistakes of the core.
     patched("SwallowsWrapErrors", Amp, "wrap_optimizer", quiet),
     patched("SwallowsScaleErrors", Amp, "scale_loss", quiet),

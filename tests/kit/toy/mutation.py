@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import ampx
-from ampx.backend import Device, Unscaled
+from ampx.backend import Contract, Device, Unscaled
 from ampx.protocol import HostLedger, Outcome, ScaleGroup
 from ampx.run import Run
 from ampx.testing.harness import Harness
@@ -40,6 +40,11 @@ def verbs(mutant: str, base: type[ToyVerbs] = ImplicitToy, **wrong: Any) -> Muta
     if issubclass(base, ExplicitToy):
         harness = BareToyHarness if issubclass(base, BareToy) else ExplicitToyHarness
     return Mutant(mutant, type(mutant, (base,), wrong), harness)
+
+
+def room(mutant: str, contract: type[Contract], **wrong: Any) -> Mutant:
+    """Make a mutant by replacing methods of what the backend offers to a feature."""
+    return verbs(mutant, offers={**ImplicitToy.offers, contract.name: type(mutant, (contract,), wrong)})
 
 
 def wrapper(mutant: str, **wrong: Any) -> Mutant:

@@ -1,4 +1,4 @@
-"""The verbs by which the precision debugger looks into the toy: watch, force, replay."""
+"""How the precision debugger looks into the toy: watch, force, replay."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import ampx
-from ampx.backend import CastPlan, Replayed, Step, Watching
+from ampx.backend import CastPlan, Device
+from ampx.numerics.probe import Probe, Replayed, Step, Watching
 from ampx.numerics.rounding import HostLog, describe, round_to
 from ampx.numerics.watching import FORCES, WATCHERS, Calls, Log, Names, last_match
 from toy import framework
 from toy.framework import FLOATING, CastingState, Module, Tensor
-from toy.verbs import ToyVerbs, casting_of
+from toy.verbs import casting_of
 
 # Who stands around the calls of modules.
 calls: Final = Calls(
@@ -78,8 +79,16 @@ class Forcer:
             return forward(*(x.to(dtype) for x in inputs))
 
 
-class ToyNumerics(ToyVerbs):
+class ToyProbe(Probe):
     """Looks at the toy's modules."""
+
+    def simulates(self, device: Device) -> frozenset[str]:
+        """Name what the toy rounds to by itself."""
+        return (
+            frozenset({"float8_e4m3", "float8_e5m2"})
+            if self.backend.capabilities.gradients == "implicit"
+            else frozenset()
+        )
 
     @contextmanager
     def watch(self, model: Module | None, watching: Watching) -> Iterator[Log]:
@@ -99,7 +108,7 @@ class ToyNumerics(ToyVerbs):
     @contextmanager
     def force(self, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
         """Compute modules in dtypes of their own."""
-        simulated = self.capabilities.simulates
+        simulated = self.simulates(self.backend.device("cpu"))
         for dtype in dtypes.values():
             if dtype not in FLOATING and dtype not in simulated:
                 raise ampx.UnsupportedDtypeError(
@@ -119,8 +128,8 @@ class ToyNumerics(ToyVerbs):
         try:
             with framework.autocast(CastingState() if plan is None else casting_of(plan, True)):
                 loss = step(model)
-            self.inspect_loss(loss, check_nan=False)
-            gradients = framework.gradients(self.scale(loss, scale), list(parameters.values()))
+            self.backend.inspect_loss(loss, check_nan=False)
+            gradients = framework.gradients(self.backend.scale(loss, scale), list(parameters.values()))
         finally:
             framework.generator.setstate(random_state)
             for module, count in calls.items():

@@ -15,7 +15,7 @@ import ampx
 from ampx_torch.apex import amp
 from interruptions import interrupted_everywhere
 
-PACKAGES = ("ampx", "ampx_torch")
+PACKAGES = ("ampx", "ampx_apex", "ampx_torch")
 THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else an eleventh of the lines
 RATE, MOMENTUM = 0.5, 0.5
 

@@ -85,17 +85,22 @@ def test_there_is_one_module_under_both_names(python):
     assert python(INSTALL + code) == "True True 1"
 
 
-def test_the_published_path_gives_the_modules_that_stand_in_old(python):
+def test_the_published_and_the_former_path_give_the_same_modules(python):
     code = """
     import pickle, ampx_torch.apex
     from ampx_torch.apex import amp
     from ampx_torch.apex.amp._amp_state import _amp_state
     import ampx_torch.apex.parallel.distributed as published
-    import ampx_torch.old.apex.parallel.distributed as own
-    print(published is own, amp is ampx_torch.old.apex.amp, amp._amp_state is _amp_state)
+    import ampx_apex.apex
+    import ampx_apex.apex.parallel.distributed as own
+    print(published is own, amp is ampx_apex.apex.amp, amp._amp_state is _amp_state)
     print(pickle.loads(b'campx_torch.apex.fp16_utils.loss_scaler\\nLossScaler\\n.').__module__)
     """
-    assert python(code) == "True True True\nampx_torch.old.apex.fp16_utils.loss_scaler"
+    assert python(code) == "True True True\nampx_apex.apex.fp16_utils.loss_scaler"
+    former = (
+        "import pickle; print(pickle.loads(b'campx_torch.old.apex.fp16_utils.loss_scaler\\nLossScaler\\n.').__module__)"
+    )
+    assert python(former) == "ampx_apex.apex.fp16_utils.loss_scaler"
 
 
 def test_what_is_plain_torch_under_an_old_name_is_found_in_all_ways_of_importing(python):

@@ -1,1 +1,0 @@
-"""Recipes of Paddle's former mixed precision."""

@@ -1,1 +1,0 @@
-"""Recipes of PyTorch's former mixed precision."""
