@@ -28,6 +28,12 @@ UNREACHED_STEPS: Final = 3  # so many in a row are no accident
 WAITING_STEPS: Final = 50  # nor is it that a loss scale waits so long for one of those who share it
 
 
+class NotCopied:
+    """State of a wrapper that belongs to the running process: a copy of the wrapper makes its own."""
+
+    __slots__ = ()
+
+
 class StepObserver(abc.ABC):
     """Looks on at the steps of an optimizer, which do not know what for; changes nothing."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from .errors import ProtocolError
+from .protocol import NotCopied
 from .scale_state import Scalar, is_number
 
 # What a gradient carries of which nobody can tell the scale.
@@ -58,7 +59,7 @@ class _Note(NamedTuple):
     scale: Scalar  # or UNKNOWN
 
 
-class Provenance:
+class Provenance(NotCopied):
     """What is noted of one optimizer's gradients: `notes`, by the slot's id, is empty nearly always."""
 
     def __init__(self, slots: Slots) -> None:

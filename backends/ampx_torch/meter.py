@@ -12,7 +12,7 @@ import torch
 from ampx.numerics.formats import FORMATS
 from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.watching import stride
-from ampx.protocol import StepObserver
+from ampx.protocol import NotCopied, StepObserver
 
 from .debug import name_parameters
 from .numerics.reductions import stored
@@ -44,7 +44,7 @@ class Sample:
     skipped: Any = None
 
 
-class UpdateMeter(StepObserver):
+class UpdateMeter(StepObserver, NotCopied):
     """The meter of one optimizer: counts its steps, and keeps the last sample."""
 
     def __init__(self, compute: str) -> None:
@@ -65,8 +65,11 @@ class UpdateMeter(StepObserver):
     def after(self, optimizer: AmpOptimizer, finite: Mapping[int, Any]) -> None:
         """Sample the weights again if the step updated them, and report what came to the host."""
         sample, self._running = self._running, None
-        if sample is not None and False not in finite.values():
-            self._end(sample, optimizer.gradients.combine(list(finite.values())) if optimizer.on_device else None)
+        if sample is not None:
+            if optimizer.on_device:  # where the kernel decided whether to update
+                self._end(sample, optimizer.gradients.combine(list(finite.values())))
+            elif all(finite.values()):
+                self._end(sample, None)
         self._tell(optimizer)
 
     def _begin(self, optimizer: AmpOptimizer) -> Sample | None:
