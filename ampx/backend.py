@@ -126,7 +126,7 @@ class LossInfo(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """True gradients, and whether all are finite (a bool, or a boolean scalar on the device)."""
+    """Unscaled gradients, and whether all are finite (a bool, or a boolean scalar on the device)."""
 
     grads: Grads
     finite: Scalar
@@ -202,7 +202,7 @@ class Backend(abc.ABC):
         """
 
     def watch_backward(self, loss: Loss, scaled: Loss) -> Callable[[], bool | None]:
-        """Return what says through which of the two a backward went. Needed for `sees_backward`.
+        """Return a function that returns through which of the two a backward went. Needed for `sees_backward`.
 
         It is asked for until the first step that shows what the script does: it may cost what no other step pays.
 
@@ -421,7 +421,7 @@ def offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered:
 
 
 class GenericBackend(Backend):
-    """The verbs by which core steps an optimizer, where nobody but the user looks at it: see `GenericOptimizer`."""
+    """The verbs by which core itself steps an optimizer: see `GenericOptimizer`."""
 
     @abc.abstractmethod
     def unscale(self, grads: Grads, scale: Scalar) -> Unscaled:
@@ -432,7 +432,7 @@ class GenericBackend(Backend):
             scale: Python float, or a float32 scalar on the device.
 
         Returns:
-            The true gradients with unchanged dtypes, and their finiteness.
+            The unscaled gradients with unchanged dtypes, and their finiteness.
 
         Sync: at most one.
         """
@@ -453,7 +453,7 @@ class GenericBackend(Backend):
         self.refuse("implicit gradients")
 
     def clip(self, grads: Grads, max_norm: float | None, max_value: float | None) -> tuple[Grads, Scalar]:
-        """Clip true gradients by value, then by global L2 norm.
+        """Clip unscaled gradients by value, then by global L2 norm.
 
         Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out. Gradients that
         hang on parameters are modified in place.

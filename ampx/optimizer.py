@@ -51,7 +51,7 @@ class WrappedOptimizer(Handle):
         member.group.resolve()
         result = member.group.unsettled(member) or member.result
         if result is not None and not isinstance(result.grad_norm, (float, type(None))):
-            # The norm stays where it was computed until somebody looks: reading it may sync, stepping may not.
+            # The norm stays where it was computed until it is read: reading it may sync, stepping may not.
             result = replace(result, grad_norm=float(result.grad_norm))
         return result
 
@@ -124,11 +124,11 @@ class WrappedOptimizer(Handle):
         """
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether true gradients were cleared behind the wrapper's back, by the model say."""
+        """Return whether unscaled gradients were cleared by other code, such as `model.zero_grad()`."""
         return False
 
     def ampx_notice_cleared(self) -> None:
-        """Forget true gradients that are cleared."""
+        """Forget unscaled gradients that are cleared."""
 
     def ampx_check_backward(self, loss_id: int) -> None:
         """Raise where `ampx_before_backward` would; all of a list are asked before one of them is prepared."""
@@ -140,7 +140,7 @@ class WrappedOptimizer(Handle):
         """Tidy up after a `scale_loss` body that ended without an exception."""
 
     def ampx_watch(self, scale: Scalar) -> Any:
-        """Return what tells, after the body of other optimizers, whether it wrote to gradients of this one.
+        """Snapshot the gradients before another optimizer's body; return a function that says whether they changed.
 
         None where that would not matter, or the wrapper knows otherwise.
         """
@@ -276,7 +276,7 @@ class GenericOptimizer(WrappedOptimizer):
         return self._backend.gradients(self.optimizer)
 
     def _unscale(self, grads: Any) -> Unscaled:
-        """Make gradients true that are not yet, and note it."""
+        """Unscale gradients that are not yet, and note it."""
         member = self.ampx_member
         factor = 1.0 if member.stage == "unscaled" else member.factor
         self._check_divided_once(grads, factor)
@@ -311,13 +311,13 @@ class GenericOptimizer(WrappedOptimizer):
                     )
 
     def _look_again(self) -> Unscaled:
-        """Test true gradients that hang on parameters once more: somebody may have written to them since."""
+        """Test unscaled gradients that hang on parameters once more: somebody may have written to them since."""
         grads, finite = self._backend.gradients(self.optimizer), bool(self._pending.unscaled.finite)
         unscaled = self._pending.unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
         return unscaled
 
     def _check(self, unscaled: Unscaled) -> tuple[Any, dict[int, bool]]:
-        """Return the true gradients, and by loss id whether they are finite. Sync: one where that is on the device."""
+        """Return the unscaled gradients, and their finiteness by loss id. Sync: one where that is on the device."""
         grads, flag = unscaled
         finite = bool(flag)
         by_loss = self.ampx_finite_by_loss(finite)
@@ -326,7 +326,7 @@ class GenericOptimizer(WrappedOptimizer):
         return grads, by_loss
 
     def _clip(self, grads: Any) -> Any:
-        """Clip true gradients as `wrap_optimizer` was asked to."""
+        """Clip unscaled gradients as `wrap_optimizer` was asked to."""
         if self._max_grad_norm is not None or self._max_grad_value is not None:
             grads, norm = self._backend.clip(grads, self._max_grad_norm, self._max_grad_value)
             self._pending.note_norm(norm)
@@ -415,7 +415,7 @@ class GenericOptimizer(WrappedOptimizer):
         self.ampx_member.end_clear()
 
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true, in place on the parameters."""
+        """Unscale the pending gradients, in place on the parameters."""
         self._needs_implicit("unscale")
         if self.ampx_member.stage == "unscaled" or not self.ampx_member.group.enabled:
             return
@@ -429,7 +429,7 @@ class GenericOptimizer(WrappedOptimizer):
             self._unscale(grads)
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Clip the true gradients."""
+        """Clip the unscaled gradients."""
         self._needs_implicit("clip_grad_norm")
         self.ampx_unscale()
         member = self.ampx_member

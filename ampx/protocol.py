@@ -109,8 +109,8 @@ HOST_LEDGER: Final = HostLedger()
 
 
 # idle: no scaled gradients. inside: a scale_loss body runs. scaled: gradients carry the scale.
-# unscaled: gradients are true and wait for the step. interrupted: gradients, weights or the scale are being changed;
-# nobody sees this stage unless an exception ended the change half-way.
+# unscaled: gradients are so, and wait for the step. interrupted: gradients, weights or the scale are being changed;
+# this stage is seen only where an exception ended the change half-way.
 Stage: TypeAlias = Literal["idle", "inside", "scaled", "unscaled", "interrupted"]
 Emit: TypeAlias = Callable[[str, Event], None]
 # What one scale_loss body found and brings: stage and factors before, its own factor and loss id. Known by identity.
@@ -126,7 +126,7 @@ class Outcome:
     member: Member
     finite: dict[int, Any]  # finiteness by loss id; bools, or device scalars until a `Ledger` resolves them
     scale: Scalar  # the loss scale that the gradients carried
-    grad_norm: Any = None  # norm of the true gradients, a number or a device scalar, or None
+    grad_norm: Any = None  # norm of the unscaled gradients, a number or a device scalar, or None
     latest: bool = True  # no step of the member without gradients came since, of which `last_step` tells
 
 
@@ -190,7 +190,7 @@ class ScaleGroup:
         self.ledger.reload(self)
 
     def unsettled(self, member: Member) -> StepResult | None:
-        """Return what a member's step did while the group still waits for others; None where it waits for nobody.
+        """Return what a member's step did while the group waits for other members; None where it waits for none.
 
         The scale moves with the last member's step, so `next_scale` is the present one.
 
@@ -255,7 +255,7 @@ class ScaleGroup:
             self._due.append(Standing(self.steps, scales, dict(self.states), dict(self.skipped), norms))
 
     def reports(self, step: int, since: int | None = None) -> bool:
-        """Return whether somebody wants `Progress` of a step.
+        """Return whether a listener wants `Progress` of a step.
 
         Args:
             step: Its number.
@@ -373,11 +373,11 @@ class Handle(abc.ABC):
 
     @abc.abstractmethod
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true; idempotent until the next step."""
+        """Unscale the pending gradients; idempotent until the next step."""
 
     @abc.abstractmethod
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Unscale, clip the true gradients by global L2 norm and return the norm before clipping."""
+        """Unscale, clip the unscaled gradients by global L2 norm and return the norm before clipping."""
 
     @property
     def meter(self) -> Any:
@@ -385,7 +385,7 @@ class Handle(abc.ABC):
         return None
 
     def ampx_observe(self, sent: dict[int, int]) -> StepResult | None:
-        """Send the events of the last step if nobody did, and return its result.
+        """Send the events of the last step, unless they were sent, and return its result.
 
         Args:
             sent: By position of the group, the last step whose events this session has sent.
@@ -426,7 +426,8 @@ class Member:
         self._result: StepResult | tuple[Any, ...] | None = None
         # The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
         self.held: list[Any] = []
-        # What says whether backward was called on the scaled losses; asked for until it was, or a step found gradients.
+        # Functions that return whether backward was called on the scaled losses; kept until it was, or a step
+        # found gradients.
         self.sees_backward = False
         self.backwards: list[Callable[[], bool | None]] = []
         # The body that runs. It stays when zero_grad clears the gradients inside it: the stage is "idle" then.
@@ -441,7 +442,7 @@ class Member:
         self._owner = weakref.ref(optimizer)
 
     def owner_of(self, optimizer: Any) -> Any:
-        """Return the optimizer whose member this is, where another library's object stands for it and derives from it.
+        """Return the optimizer of this member, or the object of another library that derives from it in its place.
 
         What such an object (Fabric's, Lightning's) were told would stay with it, and its optimizer would not know.
         """
@@ -533,7 +534,7 @@ class Member:
         self._check_interrupted("step, unscale or clip_grad_norm")
 
     def watch_backward(self, answers: Sequence[Callable[[], bool | None]]) -> None:
-        """Take what says whether backward is called on losses; it keeps their graphs alive until one is seen."""
+        """Keep functions that return whether backward was called on losses; they hold the graphs until one was seen."""
         if not self._note_backward():
             self.backwards += answers
 
@@ -644,7 +645,7 @@ class Member:
         self.stage = "scaled"
 
     def note_unscaled(self, factor: Scalar = None) -> None:
-        """Note that the gradients are true and wait for the step.
+        """Note that the gradients are unscaled and wait for the step.
 
         Args:
             factor: The scale (of loss id 0) that the step tells, where they never went through a body.
@@ -677,7 +678,7 @@ class Member:
 
         Args:
             finite: Finiteness by loss id; device scalars where the group's ledger resolves them.
-            grad_norm: Norm of the true gradients, or None.
+            grad_norm: Norm of the unscaled gradients, or None.
             scale: The scale that they carried; None for that of the lowest loss id, as noted or as it is now.
 
         Sync: as the group's ledger.

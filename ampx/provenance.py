@@ -1,4 +1,4 @@
-"""Which gradients carry another loss scale than their optimizer's stage says, and which of them nobody can tell.
+"""Provenance of gradients: which carry another loss scale than their optimizer's stage says, or an unknown one.
 
 A stage is that of all gradients of an optimizer: those that hang on the parameters before the first body of a step are
 unscaled, pending ones carry their scale. What a skipped step, a body that raised, or the scaled loss of other
@@ -16,7 +16,7 @@ from .errors import ProtocolError
 from .protocol import NotCopied
 from .scale_state import Scalar, is_number
 
-# What a gradient carries of which nobody can tell the scale.
+# The scale of a gradient for which it is unknown.
 UNKNOWN: Final = None
 
 
@@ -77,7 +77,7 @@ class Provenance(NotCopied):
                 self.notes[id(slot)] = _Note(weakref.ref(gradient), version, scale)
 
     def note_unscaled(self, slots: Iterable[Any]) -> None:
-        """Note that gradients are unscaled, and stay so whoever writes to them: another optimizer unscaled them."""
+        """Note that another optimizer unscaled the gradients, which stay so whatever writes to them."""
         self._note([(slot, gradient, None) for slot, gradient, _ in self._slots.snapshot(slots)], 1.0)
 
     def scale_of(self, snapshot: GradientSnapshot, default: Scalar) -> Scalar:
@@ -88,7 +88,7 @@ class Provenance(NotCopied):
         return note.scale if note is not None and same else default
 
     def are_unknown(self, slots: Iterable[Any]) -> bool:
-        """Return whether gradients are left whose scale nobody can tell. Sync: one a gradient, where there are."""
+        """Return whether gradients are left whose scale is unknown. Sync: one a gradient, where there are."""
         return any(
             not self._slots.is_zero(snapshot[1])
             for snapshot in self._slots.snapshot(slots)

@@ -138,8 +138,8 @@ class Amp:
         Args:
             opt: An optimizer of the framework, or a list of them: a list shares one loss scale.
             loss_scale: As in `init`; None for the session's.
-            max_grad_norm: Clip the true gradients to this global L2 norm in every step.
-            max_grad_value: Clip every element of the true gradients to ±this value, before the norm.
+            max_grad_norm: Clip the unscaled gradients to this global L2 norm in every step.
+            max_grad_value: Clip every element of the unscaled gradients to ±this value, before the norm.
             **options: What the backend accepts beyond (torch: `process_group`, `device_scale`, `fused`,
                 `capturable`; mxnet: `in_place`).
 
@@ -272,7 +272,7 @@ class Amp:
             max_norm: Largest norm that stays as it is; positive.
 
         Returns:
-            The norm of the true gradients before clipping, as the framework's scalar.
+            The norm of the unscaled gradients before clipping, as the framework's scalar.
 
         Raises:
             NotScaledError: No `scale_loss` came since the last step.

@@ -265,7 +265,7 @@ def _tape_without_scaling(script: Script) -> Iterator[Place]:
 
 
 def _entered_as(script: Script, name: str) -> set[str]:
-    """Return the full names of what makes the context managers that are entered under a name."""
+    """Return the full names of the calls whose context managers are entered under a name."""
     items = [item for region in script.program.every(ast.With) for item in region.items]
     entered = [item.context_expr for item in items if dotted(item.optional_vars) == name]
     return {full for call in entered if isinstance(call, ast.Call) for full in script.names(call.func)}

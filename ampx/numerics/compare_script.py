@@ -33,7 +33,7 @@ REFERENCE: Final = "float32"
 ROUNDINGS: Final = 8
 # Below this a ratio of speeds is no difference.
 ALIKE: Final = 0.02
-# Below this the ratio of one pair of runs, whose spread nobody knows, decides nothing.
+# Below this the ratio of one pair of runs, whose spread is unknown, decides nothing.
 ALONE: Final = 0.5
 _COLUMNS: Final = 6  # watched steps
 _SAMPLES: Final = 256

@@ -274,7 +274,7 @@ class _Case:
 
 
 def _mask_constant(stats: Stats, largest: float) -> bool:
-    """Return whether the lowest value is a constant that nobody computes: -1e9, or the lowest number of a dtype."""
+    """Return whether the lowest value is a constant of the script: -1e9, or the lowest number of a dtype."""
     low = -stats.lowest
     if low <= largest or stats.largest > low:
         return False

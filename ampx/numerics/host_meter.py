@@ -84,9 +84,9 @@ class HostMeter(StepObserver):
         self._compute = compute
         self._look = look
         self._steps = 0
-        # Of the step that is running, if it is its turn: loss scale, what makes gradients scaled ones again, samples.
+        # Of the running step, if it is measured: loss scale, the factor that rescales gradients, samples.
         self._before: tuple[float, float, Sequence[Sampled]] = (1.0, 1.0, ())
-        # A meter, or what one is made of once somebody asks.
+        # A meter, or its parts until it is asked for.
         self._last: Update | Meter | None = None
 
     def before(self, optimizer: Any) -> bool:

@@ -97,7 +97,7 @@ class Meter:
 
 
 def report(group: ScaleGroup, step: int, lost: float, flushed: float, headroom: float | None) -> None:
-    """Send `UpdateMetered` where somebody logs, and the event `PrecisionLost` where an update lost too much.
+    """Send `UpdateMetered` where a logger is attached, and `PrecisionLost` where an update lost too much.
 
     Args:
         group: The loss scale of the optimizer.

@@ -490,7 +490,7 @@ def exclusions(policy: TunedPolicy) -> tuple[dict[str, str], ...]:
 
 
 def _for_tensorrt(policy: TunedPolicy, names: Sequence[Mapping[str, str]]) -> str:
-    """Say how a runtime is told what stays in float32 that takes the precision from the graph alone."""
+    """Return how a runtime that takes precision from the graph keeps parts in float32."""
     deny = [choice.entry for choice in policy.deny if choice.entry.startswith(MODULE)]
     nodes = " ".join(shlex.quote(entry["regex"]) for entry in names)
     low = {"float16": "fp16", "bfloat16": "bf16"}.get(policy.dtype)

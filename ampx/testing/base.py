@@ -118,7 +118,7 @@ class KitTests:
         return derived[ability] if ability in derived else bool(getattr(can, ability))
 
     def writes(self, verb: str) -> bool:
-        """Return whether the backend writes a verb whose default refuses or answers for nobody."""
+        """Return whether the backend overrides a verb whose default refuses or returns nothing."""
         return getattr(type(self.backend), verb) is not getattr(ampx.Backend, verb)
 
 

@@ -417,7 +417,7 @@ def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
 
 
 # Of each function that the script compiles, what runs it, by how it is run: a new one would be compiled anew in each
-# call, where nobody compiles what is around it.
+# call, where its surroundings are not compiled.
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[Mode, bool], Callable[..., list[Any]]]] = weakref.WeakKeyDictionary()
 
 

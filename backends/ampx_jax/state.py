@@ -155,7 +155,7 @@ class AmpState(NamedTuple):
     Attributes:
         packed: `Numbers` as one int32 array; None where the checkpoint of a disabled session was restored, until the
             next step.
-        grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
+        grad_norm: float32, L2 norm of the last step's unscaled gradients; None where nothing clips by norm.
         meter: int32, what `ampx_jax.meter` counted; None where it never looks.
         settings: Configuration; no array.
         masters: At O2 a tree like the parameters, with float32 copies of those that are of low precision and None for

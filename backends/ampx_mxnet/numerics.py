@@ -380,7 +380,7 @@ class _Force:
 
 
 class _Rounding:
-    """Rounds the gradients of outputs, outside of those who watch them."""
+    """Rounds the gradients of outputs, outside of the hooks that watch them."""
 
     def __init__(self, force: _Force) -> None:
         self._force = force

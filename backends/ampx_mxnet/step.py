@@ -54,7 +54,7 @@ _living: Final[weakref.WeakSet[AmpTrainer]] = weakref.WeakSet()  # some may shar
 class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     """A gluon trainer with its own loss scale.
 
-    True gradients are what hangs on the parameters, divided by the loss scale. The batch size divides later, in `step`,
+    Unscaled gradients are those on the parameters, divided by the loss scale. The batch size divides later, in `step`,
     as in MXNet: bounds of clipping are compared before that.
     """
 
@@ -78,7 +78,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._kvstore_before = dict(trainer._kvstore_params)
         # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
         self._used = False
-        # The scale that gradients carry which the last step used and nobody cleared; infinity where nobody can tell.
+        # The scale of gradients that the last step used and that were not cleared; infinity where it is unknown.
         self._left: float | None = None
         # The raw trainer's own factor, while a step has another in its place.
         self._own_scale: float | None = None
@@ -208,7 +208,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._check_divided_once()
         self._start_store()
         self._accumulation.reset()
-        # The factor of MXNet's optimizers divides on the way, where nothing needs the true gradients themselves; others
+        # The factor of MXNet's optimizers divides on the way, where nothing needs the unscaled gradients; others
         # may look at a gradient before they multiply it, or never do.
         folds = type(raw._optimizer).__module__.startswith("mxnet.")
         divides = folds and not self._true and not self._clips and member.factor >= 1
@@ -297,7 +297,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._true = True
 
     def _look_again(self, batches: gradients.Batches) -> None:
-        """Test true gradients once more: somebody may have written to them since."""
+        """Test unscaled gradients once more: they may have been written to since."""
         again = gradients.all_finite(batches)
         self._finite = again if self._finite is None else self._finite * again
 
@@ -349,7 +349,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self.ampx_member.end_clear()
 
     def _check_divided_once(self) -> None:
-        """Raise where another trainer has made true gradients that this one would divide by their scale again."""
+        """Raise where another trainer has made unscaled gradients that this one would divide by their scale again."""
         if len(_living) < 2 or self.ampx_member.stage != "scaled" or self.ampx_member.factor == 1:
             return
         own = set(map(id, self.trainer._params))
@@ -365,7 +365,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                     f"up. Step that trainer first."
                 )
 
-    # -- true gradients ------------------------------------------------------------------------------
+    # -- unscaled gradients --------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
         """Add up the contexts' gradients and divide by the scale, in place."""
@@ -387,7 +387,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member.note_unscaled()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
+        """Clip the unscaled gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         self.ampx_unscale()
         self.ampx_member.begin_change()
         with switch.Region(None):
@@ -397,7 +397,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return mx.np.array(norm, dtype="float64" if norm > FLOAT32_MAX else "float32")
 
     def rescale(self, factor: float) -> None:
-        """Multiply true gradients, so that they carry this loss scale again and further ones may be added."""
+        """Multiply unscaled gradients, so that they carry this loss scale again and further ones may be added."""
         self.ampx_member.begin_change()
         gradients.rescale(gradients.parameters(self.trainer), factor)
         self._narrow()
@@ -469,7 +469,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._accumulation.begin()
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Add it; where there are several losses, to the true gradients.
+        """Add it; where there are several losses, to the unscaled gradients.
 
         Raises:
             ProtocolError: MXNet has overwritten gradients of another loss; all are cleared.
@@ -531,10 +531,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return [*adding, *(parameter for parameter in self._accumulation.parameters if parameter._grad is not None)]
 
     def _check_left(self) -> tuple[list[Any], bool]:
-        """Return which parameters add, and whether a backward has written; raise where nobody can tell what is left."""
+        """Return which parameters add, and whether a backward has written; raise where its scale is unknown."""
         self._accumulation.reset()
         adding, fresh = self._adding(), gradients.any_fresh(self.trainer)
-        # Of a loss of another trainer, or of none, or of a skipped step: nobody can tell what they carry.
+        # Of a loss of another trainer, or of none, or of a skipped step: their scale is unknown.
         if adding and (fresh or self._left == math.inf):
             if gradients.any_nonzero(adding):
                 names = ", ".join(parameter.name for parameter in adding[:5])

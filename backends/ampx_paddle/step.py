@@ -152,7 +152,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         return gradients
 
     def _unscale(self, grads: Any) -> Unscaled:
-        """Make gradients true; their norm, where it is bounded, is read with their finiteness."""
+        """Unscale gradients; their norm, where it is bounded, is read with their finiteness."""
         self._writes.check()
         sharers = self._sharers("scaled")  # Paddle's kernel would divide the gradients once for each
         for other, _ in sharers:
@@ -202,7 +202,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
             member.end_change()
 
     def _look_again(self) -> Unscaled:
-        """Test true gradients once more: somebody may have written to them, or the sum of losses overflows."""
+        """Test unscaled gradients once more: they may have been written to, or the sum of losses overflows."""
         self._writes.check()
         gradients = collect(self.optimizer)
         finite = unscale(gradients, 1.0).combine(self._squares(gradients), self._pending.unscaled.finite)
@@ -299,7 +299,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self.ampx_member.note_scaled(factor)
 
     def are_unknown(self) -> bool:
-        """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
+        """Return whether a skipped step left gradients that were not cleared. Sync: one a gradient, where it did."""
         return self.ampx_member.stage == "idle" and self._writes.are_unknown(collect(self.optimizer))
 
     def _forget_losses(self) -> None:
@@ -314,7 +314,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         return not parameters(self.optimizer)
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether model.clear_gradients() dropped true gradients. Sync: one a gradient."""
+        """Return whether model.clear_gradients() dropped unscaled gradients. Sync: one a gradient."""
         return not any_nonzero(collect(self.optimizer))
 
     def ampx_notice_cleared(self) -> None:
@@ -427,13 +427,13 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         return dict(self._mixer.finite) or dict.fromkeys(self.ampx_member.factors, finite)
 
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true."""
+        """Unscale the pending gradients."""
         if self.ampx_member.group.enabled and self.ampx_member.stage == "unscaled":
             self._writes.check()
         super().ampx_unscale()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> paddle.Tensor:
-        """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
+        """Clip the unscaled gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         norm = super().ampx_clip_grad_norm(max_norm)
         return paddle.to_tensor(norm, "float64" if norm > FLOAT32_MAX else "float32")
 

@@ -54,7 +54,7 @@ class UpdateMeter(StepObserver, NotCopied):
         self._last: Sample | None = None
         self._ids: list[int] = []
         self._names: list[str] = []
-        # Counts that are on their way to the host, and what says that they are there.
+        # Counts that are being copied to the host, and the event of their arrival.
         self._counts: list[tuple[torch.Tensor, Any]] = []
 
     def before(self, optimizer: AmpOptimizer) -> bool:
@@ -152,7 +152,7 @@ class UpdateMeter(StepObserver, NotCopied):
 
 
 def _on_its_way(vector: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return numbers that are being copied to the host, and what says that they are there."""
+    """Return numbers that are being copied to the host, and the event of their arrival."""
     if vector.device.type != "cuda":
         return vector, None
     there = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)

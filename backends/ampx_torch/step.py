@@ -296,7 +296,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         return True if fused.makes_momentum(self.optimizer) and bool(overflow) else overflow
 
     def look_again(self, gradients: list[list[torch.Tensor]]) -> None:
-        """Test true gradients again: somebody may have written to them since. The stage is "interrupted" after it.
+        """Test unscaled gradients again: they may have been written to since. The stage is "interrupted" after it.
 
         What is not finite counts for the first loss; for none, where one had overflowed before.
         """
@@ -317,7 +317,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self.pending.checked[loss_id] = flag
 
     def clip(self) -> None:
-        """Clip the true gradients as `wrap_optimizer` was asked to; once, should the step be tried again."""
+        """Clip the unscaled gradients as `wrap_optimizer` was asked to; once, should the step be tried again."""
         if self._clips and not self.pending.clipped:
             self._clip(self._max_norm, self._max_value)
             self.pending.clipped = True
@@ -388,7 +388,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.ampx_member.finish_empty(applied)
 
     def _fold(self, gradients: list[list[torch.Tensor]]) -> Folded | None:
-        """Leave unscaling and clipping to the kernel, where nobody can tell and one loss is to be unscaled."""
+        """Leave unscaling and clipping to the kernel, where no code sees a difference and there is one loss."""
         member, folded = self.ampx_member, None
         if member.stage != "scaled" or self.pending.checked or self.mixer.loss_id is not None:
             return None
@@ -462,7 +462,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             member.note_unscaled()
 
     def _unread(self) -> list[torch.Tensor]:
-        """List the flags that nobody has read."""
+        """List the flags that were not read."""
         return [finite for finite in self.pending.checked.values() if isinstance(finite, torch.Tensor)]
 
     def take_checked(self) -> dict[int, bool]:
@@ -488,7 +488,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         return min([lowest, *(state.scale for state in group.states.values())]) < 1.0
 
     def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
-        """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
+        """Clip unscaled gradients; those that are not finite stay, so that they can be told from the others."""
         unread = self._unread()
         overflow: Any = self.gradients.combine(unread) if unread else None
         if not unread and not all(self.pending.checked.values()):
@@ -531,7 +531,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     # -- what core asks ------------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true; the step tests them again, since they may change until then."""
+        """Unscale the pending gradients; the step tests them again, since they may change until then."""
         if not self.ampx_member.group.enabled:
             return
         if self.ampx_member.stage != "unscaled":
@@ -566,7 +566,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self._raw.undo_fused()
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether model.zero_grad() dropped true gradients."""
+        """Return whether model.zero_grad() dropped unscaled gradients."""
         return not self.gradients.collect()
 
     def ampx_notice_cleared(self) -> None:
@@ -574,7 +574,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.forget()
 
     def ampx_check_backward(self, loss_id: int) -> None:
-        """Raise where gradients are left that nobody can tell the scale of, or parameters were not prepared.
+        """Raise where gradients of unknown scale are left, or parameters were not prepared.
 
         Sync: none; one for each gradient of which nobody can tell.
         """
@@ -667,7 +667,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         return False
 
     def are_unknown(self) -> bool:
-        """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
+        """Return whether a skipped step left gradients that were not cleared. Sync: one a gradient, where it did."""
         left = self.ampx_member.stage == "idle" and bool(self.provenance.notes)
         return left and self.provenance.are_unknown(self.leaves())
 

@@ -1,4 +1,4 @@
-"""Orders of calls: what comes of each is what arithmetic says, or it is refused before anything changes.
+"""Orders of calls: each gives the numbers of plain arithmetic, or is refused before anything changes.
 
 One test is one row of docs/explanation/order-of-calls.md, and the first line of its docstring is the row's first cell.
 The oracle is arithmetic on the gradients that a test chooses: gradient descent with learning rate 0.5, without
@@ -24,7 +24,7 @@ from ampx.testing.harness import Chosen
 
 
 def on_parameters(test: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Run a test where gradients hang on parameters; values wait for nobody, and nothing adds to them."""
+    """Run a test where gradients hang on parameters; nothing adds to gradients that are values."""
 
     @functools.wraps(test)
     def selected(self: KitTests) -> None:
@@ -616,7 +616,7 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_an_exception_after_backward(self) -> None:
-        """An exception leaves a body after its backward, and nobody clears the gradients."""
+        """An exception leaves a body after its backward, and the gradients are not cleared."""
         amp = self.start()
         bench = self.bench(amp)
 

@@ -2,7 +2,7 @@
 
 Functions that the script hands to `jax.grad` and `jax.value_and_grad` are cast by `ampx_jax.autocast`. Where losses are
 scaled, the scale is read at run time, multiplied in before the derivative and divided out after it, so that the script
-sees true gradients. Every optax transformation that the script calls skips what is not finite; the state that the
+sees unscaled gradients. Every optax transformation that the script calls skips what is not finite; the state that the
 script carries has the structure that the script expects.
 
 Where the script starts a session by itself, all this ends: wrapped transformations are recorded, and nothing else.

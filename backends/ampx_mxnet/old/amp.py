@@ -149,7 +149,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Any) -> ScaleLoss:
 
 
 def unscale(optimizer_or_trainer: Any) -> None:
-    """Make the gradients true before the step, to clip them; idempotent until the step.
+    """Unscale the gradients before the step, to clip them; idempotent until the step.
 
     Raises:
         NotInitializedError: `init` was not called.

@@ -4,7 +4,7 @@ The script is not ours to edit: MXNet is patched, and every patch ends with the 
 
 - `manager`: `gluon.Trainer.__init__`, so that every trainer of the script gets a loss scale;
 - `backward`: the two functions that run backward, so that the loss is scaled;
-- `gradients`: the ways to a gradient, so that the script sees true gradients only;
+- `gradients`: the ways to a gradient, so that the script sees unscaled gradients only;
 - `operations`: the call of blocks, to tell what ran in which dtype.
 
 `ampx_mxnet.amp` stands in for MXNet's own amp meanwhile: a script that uses that runs on ampx.

@@ -117,7 +117,7 @@ class TrainerManager(Manager[Managed]):
             )
 
     def look(self, owns: Any, array: Any = None) -> None:
-        """Make gradients true where the script looks at one, of this array or of a trainer that `owns` says yes to."""
+        """Unscale gradients where the script looks at one, of this array or of a trainer that `owns` says yes to."""
         if self.quiet or self.stood_down:
             return
         if not in_backward():

@@ -62,7 +62,7 @@ def requested() -> Iterator[None]:
 
 @contextmanager
 def started_by(start: Callable[[], Any], tell: Callable[[Any, str], None]) -> Iterator[None]:
-    """Return a region in which another starts the session, and is told of what `enable_...` wraps."""
+    """Return a region in which other code starts the session, and receives what `enable_...` wraps."""
     _request.start, _request.tell = start, tell
     try:
         yield

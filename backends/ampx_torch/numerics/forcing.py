@@ -121,11 +121,11 @@ class _Rounded:
         self._dtype = dtype
 
     def enter(self, module: nn.Module, tree: Any) -> Any:
-        """Round what comes in."""
+        """Round the inputs."""
         return convert(tree, lambda tensor: _Round.apply(tensor, self._dtype, False))
 
     def leave(self, output: Any) -> Any:
-        """Round what goes out."""
+        """Round the outputs."""
         return convert(output, lambda tensor: _Round.apply(tensor, self._dtype, True))
 
 

@@ -60,7 +60,7 @@ class _Thread(threading.local):
 
 
 class _Patch:
-    """What stood in the place of `nn.Module.__call__` before, and whether `_call` stands there."""
+    """The former `nn.Module.__call__`, and whether `_call` has replaced it."""
 
     native: Any = None
     stands: bool = False

@@ -379,7 +379,7 @@ class TorchManager(Manager[TorchManaged]):
     def _seen_through(self, closure: Callable[[], Any], managed: TorchManaged) -> Callable[[], Any]:
         """Return the closure as the script would call it: its own reads of gradients are watched again.
 
-        Its gradients are true where the script has a GradScaler, which takes no closures, and does not use it here.
+        Its gradients are unscaled where the script has a GradScaler, which takes no closures, and does not use it here.
         """
 
         def evaluate() -> Any:
@@ -463,7 +463,7 @@ def optimizers_managed(manager: TorchManager) -> Iterator[None]:
 
     def add_managed(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         managed = manager.find(self)
-        if managed is not None:  # what is added has true gradients, if any: they must not be divided with the others
+        if managed is not None:  # what is added has unscaled gradients, if any: they are not divided with the others
             manager.unscale(managed)
         add(self, param_group)
         if managed is not None:
