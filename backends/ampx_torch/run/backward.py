@@ -24,6 +24,7 @@ from .manager import WIDE, Owners, TorchManaged, TorchManager, gradient_of
 from .native import OWN
 
 _THROUGH: Final = ("torch._tensor", "torch.autograd")
+_NONE: Final = frozenset({type(None)})
 _TRUE: Final = "_ampx_true_loss"  # on a scaled loss: the loss
 
 
@@ -144,7 +145,7 @@ def _backward_scaled(
     try:
         with manager.working():
             # Unscaled gradients that are there may be the script's own: views of one buffer, or kept in a list.
-            kept = [] if all(gradient is None for gradient in map(gradient_of, leaves.values())) else optimizers
+            kept = [] if _NONE.issuperset(map(type, map(gradient_of, leaves.values()))) else optimizers
             kept = [managed for managed in kept if not managed.carries_scale and managed.has_gradients()]
             if len(optimizers) > 1 or optimizers[0].wrapped.ampx_member.stage != "idle":
                 bring_together(manager.run.session().backend, [managed.wrapped for managed in optimizers])
