@@ -66,6 +66,8 @@ def main() -> None:
     _one_thread(arguments.framework)
     if arguments.tiny:
         os.environ["TINY"], _paired.shortest = "1", True
+    out = arguments.out or RESULTS / f"cpu-{time.strftime('%Y%m%d-%H%M%S')}-{arguments.framework}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     seconds: dict[str, float] = {}
     results: dict[str, object] = {
@@ -100,12 +102,11 @@ def main() -> None:
                 results[name] = rows
                 progress.update(task, completed=part.STEPS)
                 seconds[name] = round(time.perf_counter() - started, 1)
+                if not arguments.tiny:  # after each part: a run that is ended later keeps what it measured
+                    out.write_text(json.dumps(results, indent=1) + "\n")
     for table in report.tables(results):
         console.print(table.rich())
     if not arguments.tiny:
-        out = arguments.out or RESULTS / f"cpu-{time.strftime('%Y%m%d-%H%M%S')}-{arguments.framework}.json"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1) + "\n")
         console.print(f"written to {out}")
     console.print(f"ran, in seconds: {', '.join(f'{name} {taken}' for name, taken in seconds.items()) or 'nothing'}")
     if failed:
