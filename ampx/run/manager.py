@@ -24,6 +24,8 @@ _MANAGED = "_ampx_managed"
 class Sampler:
     """Counts operations by dtype in the first steps; a backend overrides what its framework has a way to do."""
 
+    counts = True  # operations are counted, or may be
+
     def __init__(self, recorder: Recorder) -> None:
         """Start switched off."""
         self.recorder = recorder
@@ -258,7 +260,8 @@ class Manager(Generic[SomeManaged]):
             with self.working(managed):
                 recorder.takes_gradients(sample())
         recorder.stepped(group)
-        self.sampler.after_step()
+        if self.sampler.counts:
+            self.sampler.after_step()
 
     def seen_through(
         self, closure: Callable[[], Any], after: Callable[[], None], managed: Managed | None = None

@@ -274,16 +274,17 @@ def _backward(
     loss = losses[0] if len(losses) == 1 else losses
     optimizer = first if len(optimizers) == 1 else [managed.wrapped for managed in optimizers]
     with manager.run.session().scale_loss(loss, optimizer) as scaled:
-        factor = manager.factor = first.ampx_member.factors.get(0, 1.0)
-        manager.inside, manager.reached = True, list(optimizers)
+        factor = first.ampx_member.factors.get(0, 1.0)
+        manager.reached = list(optimizers)
         try:
-            if leaves is None:
-                true(scaled, None, **options)
-            else:
-                with _arriving(manager, factor):
-                    _run(manager, true, scaled, options, leaves)
+            with manager.differentiating(factor):
+                if leaves is None:
+                    true(scaled, None, **options)
+                else:
+                    with _arriving(manager, factor):
+                        _run(manager, true, scaled, options, leaves)
         finally:
-            manager.inside, manager.factor, manager.reached = False, 1.0, []
+            manager.reached = []
     return factor
 
 
