@@ -233,7 +233,7 @@ class Manager(Generic[SomeManaged]):
         wrapped: Any,
         step: Callable[[], Any],
         sample: Callable[[], Iterable[SampledGradient]],
-        managed: Managed | None = None,
+        managed: SomeManaged | None = None,
     ) -> Any:
         """Run a step that the script asked for, and have it recorded where it counted; return what it returns.
 
@@ -252,7 +252,7 @@ class Manager(Generic[SomeManaged]):
         return result
 
     def stepped(
-        self, group: int, sample: Callable[[], Iterable[SampledGradient]], managed: Managed | None = None
+        self, group: int, sample: Callable[[], Iterable[SampledGradient]], managed: SomeManaged | None = None
     ) -> None:
         """Have a step that counted recorded; the arguments are those of `take_step`."""
         recorder = self.run.recorder
@@ -264,7 +264,7 @@ class Manager(Generic[SomeManaged]):
             self.sampler.after_step()
 
     def seen_through(
-        self, closure: Callable[[], Any], after: Callable[[], None], managed: Managed | None = None
+        self, closure: Callable[[], Any], after: Callable[[], None], managed: SomeManaged | None = None
     ) -> Callable[[], Any]:
         """Return the closure of a step as the script would call it: its own reads of gradients are watched again.
 
