@@ -89,7 +89,7 @@ class KerasManager(Manager[Managed]):
         self.debuggers.check()
         if graphs:
             plan = amp.casting
-            with self.inside():  # the rewriter is tried in a session, which is none of the script's
+            with self.at_work():  # the rewriter is tried in a session, which is none of the script's
                 if self.forces:
                     self.operations.cast_in_graphs()
                 elif plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
@@ -99,7 +99,7 @@ class KerasManager(Manager[Managed]):
         return amp
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
         """Note that a wrapped optimizer, or ampx itself, is at work in this thread."""
         self.depth.value += 1
         try:
@@ -366,7 +366,7 @@ def _making_own(manager: KerasManager, native: Callable[..., None]) -> Callable[
 def _updating(manager: KerasManager, native: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(native)
     def update(self: Any, *args: Any, **kwargs: Any) -> None:
-        with manager.inside():
+        with manager.at_work():
             native(self, *args, **kwargs)
 
     return update

@@ -81,7 +81,7 @@ def _managed(manager: KerasManager, native: Callable[..., Any], name: str) -> Ca
 def _inside(manager: KerasManager, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with manager.inside():
+        with manager.at_work():
             return native(self, *args, **kwargs)
 
     return call
@@ -97,7 +97,7 @@ def _computing(manager: KerasManager, native: Callable[..., Any]) -> Callable[..
 
 def _look(manager: KerasManager, session: Any) -> None:
     """Count in the recorder the steps that a session has made; of a closed or broken one, none."""
-    with manager.inside(), session.graph.as_default(), session.as_default():
+    with manager.at_work(), session.graph.as_default(), session.as_default():
         if manager.stood_down and manager.run.amp is not None:
             manager.run.look()
             for group in manager.run.amp.live_groups():
