@@ -8,10 +8,10 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
+from ampx.backend import Array
 from ampx.numerics.host_meter import Sampled
 from ampx.numerics.meter import SAMPLES
 from ampx.numerics.watching import stride
-from ampx.run import GRADIENT_SAMPLES, SampledGradient
 
 from .compat import mx
 from .dtypes import name_of
@@ -361,11 +361,14 @@ def meter_samples(trainer: Any, gradients: bool) -> list[Sampled]:
     return sampled
 
 
-def sample(trainer: Any) -> list[SampledGradient]:
-    """Sample the dense gradients of the first context. Sync: one for each of them."""
+def sample(trainer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array]]:
+    """Return name, shape and a sample of the gradient, on the first context, of parameters with dense ones.
+
+    Sync: one for each of them.
+    """
     with mx.autograd.pause():
         return [
-            SampledGradient(parameter.name, tuple(parameter.shape), _sample(gradient, GRADIENT_SAMPLES))
+            (parameter.name, tuple(parameter.shape), _sample(gradient, samples))
             for parameter in parameters(trainer)
             for gradient in parameter._grad[:1]
         ]

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import paddle
 
+from ampx.backend import Array
 from ampx.errors import UnsupportedByBackendError
 from ampx.numerics.host_meter import Sampled
 from ampx.numerics.meter import SAMPLES
 from ampx.numerics.watching import stride
-from ampx.run import GRADIENT_SAMPLES, SampledGradient
 from ampx.scale_state import FLOAT32_MAX, FLOAT32_TINY
 
 # By so much at once are gradients shrunk: the factor itself would leave float32's range.
@@ -228,14 +228,17 @@ def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
 
 
 @paddle.no_grad()
-def sample(optimizer: Any) -> list[SampledGradient]:
-    """Sample the dense gradients of a raw optimizer's parameters. Sync: one for each of them."""
+def sample(optimizer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array | None]]:
+    """Return name, shape and a sample of the gradient, None for a sparse one, of a raw optimizer's parameters.
+
+    Sync: one for each of them.
+    """
     sampled = []
     for parameter in parameters(optimizer):
         gradient = gradient_of(parameter)
         dense = gradient is not None and gradient.is_dense() and not gradient.is_selected_rows()
-        values = _sample(gradient, GRADIENT_SAMPLES) if dense else None
-        sampled.append(SampledGradient(parameter.name, tuple(parameter.shape), values))
+        values = _sample(gradient, samples) if dense else None
+        sampled.append((parameter.name, tuple(parameter.shape), values))
     return sampled
 
 

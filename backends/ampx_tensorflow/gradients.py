@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from ampx.backend import Array
 from ampx.numerics.host_meter import Sampled
 from ampx.numerics.meter import SAMPLES
 from ampx.numerics.watching import stride
-from ampx.run import GRADIENT_SAMPLES, SampledGradient
 
 from . import casting
 from .contexts import compiles
@@ -68,13 +68,18 @@ def meter_samples(grads: Sequence[Any], variables: Sequence[Any], gradients: boo
     return sampled
 
 
-def sample(grads: Sequence[Any], variables: Sequence[Any]) -> list[SampledGradient]:
-    """Sample the dense gradients of variables. Sync: one for each of them."""
+def sample(
+    grads: Sequence[Any], variables: Sequence[Any], samples: int
+) -> list[tuple[str, tuple[int, ...], Array | None]]:
+    """Return name, shape and a sample of the gradient, None for a sparse one or none, of variables.
+
+    Sync: one for each of them.
+    """
     sampled = []
     for grad, variable in zip(grads, variables, strict=False):
         dense = grad is not None and not isinstance(grad, tf.IndexedSlices)
-        values = _sample(tf.cast(grad, tf.float32), GRADIENT_SAMPLES) if dense else None
-        sampled.append(SampledGradient(name(variable), tuple(variable.shape), values))
+        values = _sample(tf.cast(grad, tf.float32), samples) if dense else None
+        sampled.append((name(variable), tuple(variable.shape), values))
     return sampled
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Final
 
 import pytest
 
 import ampx
-from ampx.backend import Contract, Device, offer
-from ampx.cli.demo import Demo
-from ampx.numerics.probe import Probe
-from ampx.run import Automation
-from ampx.shipping.converter import Converter
+from ampx.backend import Device, offer
+from ampx.rooms import is_there
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW
 from ampx.testing.checks import refused
 
-CONTRACTS: Final[tuple[type[Contract], ...]] = (Probe, Converter, Automation, Demo)
+# The contracts of ampx, of which a feature that has been taken out has none.
+CONTRACTS: Final = (
+    "ampx.numerics.probe:Probe",
+    "ampx.shipping.converter:Converter",
+    "ampx.run:Automation",
+    "ampx.cli.demo:Demo",
+)
 
 
 class SessionTests(KitTests):
@@ -117,7 +121,8 @@ class CapabilityTests(KitTests):
 
     def test_what_is_offered_is_there(self) -> None:
         """Every contract is one of ampx, and the class that is named fulfils it."""
-        contracts = {contract.name: contract for contract in CONTRACTS}
+        there = [place for place in CONTRACTS if is_there(place.partition(":")[0])]
+        contracts = {contract.name: contract for contract in map(pkgutil.resolve_name, there)}
         assert set(self.backend.offers) <= set(contracts), f"accepted: {', '.join(contracts)}"
         for name in self.backend.offers:
             if name != "demo":  # whose data set is not installed everywhere

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, SampledGradient, script_line
 from ampx_mxnet import gradients
 from ampx_mxnet.calls import in_backward
 from ampx_mxnet.compat import mx
@@ -189,7 +189,7 @@ class TrainerManager(Manager[Managed]):
             call()
         if group.steps != before:
             if self.run.recorder.takes_gradients is not None:
-                self.run.recorder.takes_gradients(sample(trainer))
+                self.run.recorder.takes_gradients([SampledGradient(*row) for row in sample(trainer, GRADIENT_SAMPLES)])
             self.run.recorder.stepped(group.index)
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import paddle
 
 from ampx.protocol import ScaleGroup
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, SampledGradient, script_line
 from ampx_paddle.gradients import collect, gradient_of, parameters, sample
 from ampx_paddle.sot import untranslated
 from ampx_paddle.static import GraphLedger, StaticOptimizer
@@ -173,7 +173,8 @@ class PaddleManager(Manager[PaddleManaged]):
         if group.steps != before:
             if self.run.recorder.takes_gradients is not None:
                 with self.working(managed):
-                    self.run.recorder.takes_gradients(sample(managed.raw))
+                    rows = sample(managed.raw, GRADIENT_SAMPLES)
+                    self.run.recorder.takes_gradients([SampledGradient(*row) for row in rows])
             self.run.recorder.stepped(managed.group)
             self.sampler.after_step()
         return result

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, SampledGradient, script_line
 from ampx_torch.debug import sample_gradients
 from ampx_torch.delegation import TakenOver
 from ampx_torch.step import AmpOptimizer
@@ -345,7 +345,7 @@ class TorchManager(Manager[TorchManaged]):
             self.look()
         if counts and member.counted:  # else its gradients had been cleared
             if recorder.takes_gradients is not None:
-                recorder.takes_gradients(sample_gradients(wrapped))
+                recorder.takes_gradients([SampledGradient(*row) for row in sample_gradients(wrapped, GRADIENT_SAMPLES)])
             recorder.stepped(managed.group)
             if self.sampler.counts:
                 self.sampler.after_step()
