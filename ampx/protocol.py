@@ -14,8 +14,9 @@ from __future__ import annotations
 import abc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from .errors import NestedScaleError, NotScaledError, ProtocolError
@@ -25,6 +26,23 @@ from .scale_state import LossScale, LossScaleState, Scalar, next_state
 METER_EVERY: Final = 100
 UNREACHED_STEPS: Final = 3  # so many in a row are no accident
 WAITING_STEPS: Final = 50  # nor is it that a loss scale waits so long for one of those who share it
+
+
+class StepObserver(abc.ABC):
+    """Looks on at the steps of an optimizer, which do not know what for; changes nothing."""
+
+    @abc.abstractmethod
+    def before(self, optimizer: Any) -> bool:
+        """Look at a wrapped optimizer whose step begins, before it divides; return whether to look `after` it, too."""
+
+    @abc.abstractmethod
+    def after(self, optimizer: Any, finite: Mapping[int, Any]) -> None:
+        """Look at it after the step, when the scale has moved and events were sent.
+
+        Args:
+            optimizer: The wrapped optimizer.
+            finite: Finiteness by loss id, as `Member.finish` got it: where one is not, the step was skipped.
+        """
 
 
 class Ledger(abc.ABC):
@@ -409,6 +427,8 @@ class Member:
         self._region: Region | None = None
         self._after: Stage = "idle"  # what `end_change` goes to
         self._owner: Callable[[], Any] | None = None
+        self.observers: tuple[StepObserver, ...] = ()
+        self._looking: list[Callable[[Mapping[int, Any]], None]] = []  # of those of them that look after the step, too
 
     def belong_to(self, optimizer: Any) -> None:
         """Note whose member this is; the scale does not wait for the step of an optimizer that is gone."""
@@ -492,6 +512,8 @@ class Member:
             NestedScaleError: A `scale_loss` body is still running.
             ProtocolError: A call was interrupted.
         """
+        if self.stage in ("scaled", "unscaled"):
+            return
         if self.stage == "idle" and self._region is None:
             raise NotScaledError(
                 "the gradients did not go through scale_loss since the last step; dividing them by the loss scale "
@@ -633,6 +655,13 @@ class Member:
         """Forget pending gradients that others replace within the same step: the group is not told."""
         self._reset()
 
+    def begin_step(self, optimizer: Any) -> None:
+        """Have the observers look at a step that begins; `finish` has them look again. Sync: as they need."""
+        self._looking = []
+        for observer in self.observers:
+            if observer.before(optimizer):
+                self._looking.append(partial(observer.after, optimizer))
+
     def note_result(self, result: StepResult) -> None:
         """Note what a step did that was not counted here."""
         self._result = result
@@ -661,6 +690,10 @@ class Member:
             group.send_events()
         if len(group.window) == WAITING_STEPS and group.config.dynamic and self._owner is not None:
             self._owner().ampx_warn_waiting(WAITING_STEPS)
+        if self._looking:
+            looking, self._looking = self._looking, []
+            for look in looking:
+                look(finite)
 
     def finish_empty(self, applied: bool = False) -> None:
         """Close a step that found no gradients: it is not counted, and the scale stays.
@@ -716,8 +749,12 @@ class Member:
         self.stage = "idle"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the body that runs, which a copy is never in, and the optimizer: its copy says that it is there."""
-        return {**self.__dict__, "_region": None, "backwards": [], "_owner": None if self._owner is None else _nobody}
+        """Leave out the body that runs, which a copy is never in, and the optimizer: its copy says that it is there.
+
+        So do its observers.
+        """
+        kept = {**self.__dict__, "_region": None, "backwards": [], "observers": (), "_looking": []}
+        return {**kept, "_owner": None if self._owner is None else _nobody}
 
 
 def _nobody() -> None:

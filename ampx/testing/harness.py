@@ -30,7 +30,12 @@ class Harness(abc.ABC):
         guards_raw_steps: Stepping the raw optimizer while scaled gradients are pending raises `RawStepError`.
         watches_others: What a loss leaves on parameters of optimizers that it was not scaled for comes out true, or
             is refused; elsewhere the user clears it.
-        watches_true: What such a loss adds to gradients after `unscale` does so, too.
+        watches_true: What such a loss adds to gradients after `unscale` does so, too; and so does what a loss that no
+            body scaled adds to pending ones.
+        brings_backwards: What a backward left that ran in no body, or in one that raised, is added to as in the
+            framework; elsewhere the next body is refused.
+        shares_parameters: Two optimizers that hold one parameter may wait for their steps at once; elsewhere the second
+            is refused.
     """
 
     framework: ClassVar[str]
@@ -46,6 +51,8 @@ class Harness(abc.ABC):
     guards_raw_steps: ClassVar[bool] = False
     watches_others: ClassVar[bool] = False
     watches_true: ClassVar[bool] = False
+    brings_backwards: ClassVar[bool] = True
+    shares_parameters: ClassVar[bool] = False
 
     @abc.abstractmethod
     def tensor(self, values: Sequence[float], dtype: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Final
 
 from ampx.backend import GenericBackend
@@ -116,7 +115,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
         self.ampx_member.belong_to(self)
-        self._meter = HostMeter(self._compute)
+        self._meter = HostMeter(self._compute, gradients.meter_samples)
+        self.ampx_member.observers = (self._meter,)
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
         if self.ampx_member.group.enabled:
             self._hook.watch(self.trainer)
@@ -150,11 +150,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: one, as with MXNet's own scaler.
         """
-        self._metered(self.trainer.step, batch_size, ignore_stale_grad)
+        self._step(self.trainer.step, batch_size, ignore_stale_grad)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Step after `allreduce_grads`; see `step`. Sync: one."""
-        self._metered(self.trainer.update, batch_size, ignore_stale_grad)
+        self._step(self.trainer.update, batch_size, ignore_stale_grad)
 
     def allreduce_grads(self) -> None:
         """Add up the contexts' gradients, for `update` or `step`. Sync: as the trainer's store."""
@@ -186,19 +186,14 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 for data in parameter.list_data():
                     data.wait_to_read()
 
-    def _metered(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
-        self._meter.step(
-            self.ampx_member,
-            lambda: self._step(run, batch_size, ignore_stale_grad),
-            partial(gradients.meter_samples, self.trainer),
-        )
-
     def ampx_meter(self) -> Meter | None:
         """Return what the last update that was looked at did."""
         return self._meter.last()
 
     def _step(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
         raw, member = self.trainer, self.ampx_member
+        if member.observers:
+            member.begin_step(self)
         if callable(batch_size):
             self._backend.refuse("arguments of step beyond MXNet's (closures)")
         if not member.group.enabled:
@@ -418,8 +413,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return all(parameter.grad_req == "null" for parameter in self.trainer._params)
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether the next backward overwrites true gradients."""
-        return not self._mixer.active and not self._adding()
+        """Return whether the next backward overwrites unscaled gradients, or all that add are zeros.
+
+        Sync: one a gradient that adds, until one is not.
+        """
+        return not self._mixer.active and not gradients.any_nonzero(self._adding())
 
     def ampx_notice_cleared(self) -> None:
         """Forget them: a step skipped by hand."""

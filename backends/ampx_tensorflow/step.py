@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
-from ampx.numerics.host_meter import HostMeter
+from ampx.numerics.host_meter import HostMeter, Sampled
 from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, refuse_values
@@ -71,22 +71,17 @@ class LedgerOptimizer(WrappedOptimizer):
         self._check_metered(member)
         self._build(variables)
         self._check_prepared(variables)
-
-        def run() -> None:
-            self._run_step(member, factor, grads, variables, aggregate)
-
         if not on_host():
-            run()
+            self._run_step(member, factor, grads, variables, aggregate)
             return
         updated = self._updated(variables)
         # Past Keras's attributes, whose variables it saves as the optimizer's own.
         vars(self)["_received"] = grads, updated
         try:
-            if self._accumulates or len(updated) != len(grads):  # of which the raw optimizer complains
-                run()
-            else:
-                sample = partial(gradients.meter_samples, grads, [masters.of(variable) for variable in updated])
-                self._meter.step(member, run, sample)
+            alike = len(updated) == len(grads)  # else the raw optimizer complains
+            member.observers = (self._meter,) if alike and not self._accumulates else ()
+            member.begin_step(self)
+            self._run_step(member, factor, grads, variables, aggregate)
         finally:
             vars(self)["_received"] = (), ()
 
@@ -221,7 +216,7 @@ class LedgerOptimizer(WrappedOptimizer):
     @cached_property
     def _meter(self) -> HostMeter:
         """The meter of steps outside of functions, which keeps what that of functions read, too."""
-        return HostMeter(self._compute or casting.compute_dtype())
+        return HostMeter(self._compute or casting.compute_dtype(), _meter_samples)
 
     @cached_property
     def _traced_meter(self) -> meter.TracedMeter:
@@ -607,3 +602,9 @@ class LedgerOptimizer(WrappedOptimizer):
                 "share one loss scale and each move it; accepted: wrapping inside `with strategy.scope():`. Call "
                 "wrap_optimizer there."
             )
+
+
+def _meter_samples(optimizer: LedgerOptimizer, slopes: bool) -> list[Sampled]:
+    """Sample what the running step updates, and its gradients if `slopes`. Sync: one for each of them."""
+    grads, updated = optimizer._received
+    return gradients.meter_samples(grads, [masters.of(variable) for variable in updated], slopes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from ampx.numerics.formats import FORMATS
 from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.watching import stride
+from ampx.protocol import StepObserver
 
 from .debug import name_parameters
 from .numerics.reductions import Limits, stored
@@ -42,19 +44,32 @@ class Sample:
     skipped: Any = None
 
 
-class UpdateMeter:
+class UpdateMeter(StepObserver):
     """The meter of one optimizer: counts its steps, and keeps the last sample."""
 
     def __init__(self, compute: str) -> None:
         self._compute = compute
         self._steps = 0
+        self._running: Sample | None = None  # of the step that is running
         self._last: Sample | None = None
         self._ids: list[int] = []
         self._names: list[str] = []
         # Counts that are on their way to the host, and what says that they are there.
         self._counts: list[tuple[torch.Tensor, Any]] = []
 
-    def begin(self, optimizer: AmpOptimizer) -> Sample | None:
+    def before(self, optimizer: AmpOptimizer) -> bool:
+        """Count a step, and sample it if it is its turn; return whether there is something to look at after it."""
+        self._running = self._begin(optimizer)
+        return self._running is not None or bool(self._counts)
+
+    def after(self, optimizer: AmpOptimizer, finite: Mapping[int, Any]) -> None:
+        """Sample the weights again if the step updated them, and report what came to the host."""
+        sample, self._running = self._running, None
+        if sample is not None and False not in finite.values():
+            self._end(sample, optimizer.gradients.combine(list(finite.values())) if optimizer.on_device else None)
+        self._tell(optimizer)
+
+    def _begin(self, optimizer: AmpOptimizer) -> Sample | None:
         """Count a step; in every hundredth take a sample of gradients and weights, before anything is divided."""
         self._steps += 1
         every = optimizer.ampx_member.group.meter_every
@@ -68,10 +83,10 @@ class UpdateMeter:
             gradients = {device: gradient * _on(scale, device) for device, gradient in gradients.items()}
         return Sample(self._steps, scale, parameters, gradients, _sampled(parameters))
 
-    def end(self, optimizer: AmpOptimizer, sample: Sample, overflow: bool | torch.Tensor) -> None:
+    def _end(self, sample: Sample, overflow: torch.Tensor | None) -> None:
         """Take the sample of the weights after an update, and count on the device."""
         sample.after = _sampled(sample.parameters)
-        sample.skipped = overflow if isinstance(overflow, torch.Tensor) else None
+        sample.skipped = overflow
         self._last = sample
         flushes = Limits.of(self._compute).flushes
         self._counts = []
@@ -86,7 +101,7 @@ class UpdateMeter:
                 vector = vector * (sample.skipped.to(device) == 0)
             self._counts.append(_on_its_way(vector))
 
-    def tell(self, optimizer: AmpOptimizer) -> None:
+    def _tell(self, optimizer: AmpOptimizer) -> None:
         """Send an event where the last counts are beyond what training stands, once they are on the host."""
         if not self._counts or self._last is None:
             return

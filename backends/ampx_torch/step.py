@@ -17,6 +17,7 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError, RawStepError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, HostLedger, Member
+from ampx.provenance import UNKNOWN, GradientSnapshot, Provenance
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import is_one
 
@@ -27,23 +28,24 @@ from .delegation import DelegatingOptimizer
 from .device_scale import TensorLedger
 from .folded_step import Folded
 from .gradients import GradientSet, clip, reads_free, refuse_half
-from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
 from .meter import UpdateMeter
 from .prepare import masters
+from .slots import ParameterSlots
 from .trees import LOW
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
 
 _NOTHING: Final = nullcontext()
+_SLOTS: Final = ParameterSlots()
 # What `_attach` makes anew, and what a scheduler hangs on an optimizer.
 _NOT_COPIED: Final = frozenset(
     [
         *(
             "gradients",
             "mixer",
-            "leftovers",
+            "provenance",
             "checked",
             "revealed",
             "_norm",
@@ -79,7 +81,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         process_group: The processes that agree on finiteness, or None.
         gradients: The gradients behind the parameter groups.
         mixer: Keeps losses with scales of their own apart.
-        leftovers: Gradients that carry another scale than the stage says.
+        provenance: Gradients that carry another scale than the stage says.
         checked: Finiteness by loss id of gradients that are true already: bools, or flags on a device that nobody
             has read.
         revealed: The true gradients may have changed since they were tested: the step tests them again.
@@ -109,8 +111,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Make what belongs to this process and cannot be copied."""
         self.gradients = GradientSet(self.optimizer, self._accepts_half)
         self.mixer = LossMixer()
-        self.leftovers = Leftovers()
+        self.provenance = Provenance(_SLOTS)
         self._meter = UpdateMeter(self._compute)
+        self.ampx_member.observers = (self._meter,)
         self.checked: dict[int, Any] = {}
         self.revealed = False
         self._norm: Any = None
@@ -173,7 +176,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if not gradients and (self.process_group is None or member.stage == "idle"):
             self._close_empty()
             return loss
-        sample = self._meter.begin(self)
+        if member.observers:
+            member.begin_step(self)
         folded = self._fold(gradients) if self._max_norm is not None or self.gradients.reads_fast else None
         if folded is None:
             if member.stage == "scaled":
@@ -189,10 +193,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if folded is None and self._clips:
                 self.clip()
             self.apply(overflow, folded)
-            if sample is not None:
-                self._meter.end(self, sample, overflow)
         self.close(self.checked)
-        self._meter.tell(self)
         return loss
 
     # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
@@ -217,7 +218,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
                 member.check_step()
             return []
         self.notice_groups()
-        if self.leftovers.notes:
+        if self.provenance.notes:
             self.bring_together()
         gradients = self.collect()
         if member.backwards and gradients:
@@ -253,7 +254,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
         self.checked[loss_id] = finite
         for other, shared in self._sharers():
-            other.leftovers.note_true(shared)
+            other.provenance.note_unscaled(shared)
 
     def _sharers(self) -> list[tuple[AmpOptimizer, list[torch.nn.Parameter]]]:
         """List other optimizers that take gradients of this one for scaled, and the parameters in question."""
@@ -261,7 +262,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if len(raw_steps.living) < 2:
             return sharers
         for other in list(raw_steps.living):
-            if other is not self and (other.ampx_member.stage == "scaled" or other.leftovers.notes):
+            if other is not self and (other.ampx_member.stage == "scaled" or other.provenance.notes):
                 shared = self.gradients.identities() & other.gradients.identities()
                 if shared:
                     sharers.append((other, [own for own in self.gradients.parameters() if id(own) in shared]))
@@ -324,13 +325,13 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def close(self, checked: dict[int, Any]) -> None:
         """Note the step's outcome and move the loss scale."""
         member, norm, on_device = self.ampx_member, self._norm, self.on_device
-        self.leftovers.notes = {}
+        self.provenance.notes = {}
         if not on_device and False in checked.values():
-            self.leftovers.note(self.leaves(), None)
+            self.provenance.note(self.leaves(), UNKNOWN)
         elif self.masters is not None:  # only the masters' gradients became true
             factor = member.factor if self.mixer.loss_id is None else None
             if type(factor) is not float or factor != 1.0:
-                self.leftovers.note(self.masters.model_parameters(), factor)
+                self.provenance.note(self.masters.model_parameters(), factor)
         self._reset()
         if on_device:
             ledger = cast("TensorLedger", member.group.ledger)
@@ -427,7 +428,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Make pending scaled gradients true and note their finiteness; test true ones that may have changed."""
         member = self.ampx_member
         if member.stage == "scaled" or (member.stage == "unscaled" and self.revealed):
-            if self.leftovers.notes:
+            if self.provenance.notes:
                 self.bring_together()
             if member.stage == "scaled":
                 gradients = self.collect()
@@ -562,8 +563,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.notice_groups()
         if self.mixer.evaluating:
             self.mixer.check(self)
-        elif self.leftovers.notes:
-            self.leftovers.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
+        elif self.provenance.notes:
+            self.provenance.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
         factors = self.ampx_member.factors
         if factors and loss_id not in factors:
             self._check_not_shared(loss_id)
@@ -592,7 +593,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if self.mixer.evaluating:
             self.mixer.before(self, loss_id)
         elif self.ampx_member.factors:
-            if self.leftovers.notes:
+            if self.provenance.notes:
                 self.bring_together()
             self.mixer.before(self, loss_id)
         elif self._keeps_gradients(scale):  # the first loss since the last step
@@ -611,9 +612,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             raw_steps.end_body(self._entering)
         self.mixer.abandon(self)
         if not self.ampx_member.factors:
-            self.leftovers.note(self.leaves(), self._entering)
+            self.provenance.note(self.leaves(), self._entering)
 
-    def ampx_watch(self, scale: Any) -> tuple[int, list[Sight]] | None:
+    def ampx_watch(self, scale: Any) -> tuple[int, list[GradientSnapshot]] | None:
         """Look at the gradients before the body of other optimizers."""
         member = self.ampx_member
         if not member.group.enabled or (type(scale) is float and scale == 1.0 and not self._scales):
@@ -621,20 +622,20 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         # What a body of this one does, or another thread, is no other optimizer's doing.
         if member.stage in ("inside", "interrupted") or self._thread not in (None, get_ident()):
             return None
-        return self._entered, look(self.leaves())
+        return self._entered, _SLOTS.snapshot(self.leaves())
 
-    def ampx_notice_foreign(self, before: tuple[int, list[Sight]], scale: Any) -> None:
+    def ampx_notice_foreign(self, before: tuple[int, list[GradientSnapshot]], scale: Any) -> None:
         """Note the gradients to which a body of other optimizers has written."""
-        entered, sights = before
+        entered, snapshots = before
         if entered != self._entered or self._thread not in (None, get_ident()):
             return
         member = self.ampx_member
         default = {"idle": 1.0, "scaled": member.factor}.get(member.stage)
-        self.leftovers.note_foreign(sights, default, scale)
+        self.provenance.note_foreign(snapshots, default, scale)
 
     def _keeps_gradients(self, scale: Any) -> bool:
         """Return whether gradients are left that might carry another scale; here a step costs time that has none."""
-        if not self.leftovers.notes and type(scale) is float and scale == 1.0:
+        if not self.provenance.notes and type(scale) is float and scale == 1.0:
             return False
         if self.masters is not None:
             return True
@@ -646,8 +647,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def are_unknown(self) -> bool:
         """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
-        left = self.ampx_member.stage == "idle" and bool(self.leftovers.notes)
-        return left and self.leftovers.are_unknown(self.leaves())
+        left = self.ampx_member.stage == "idle" and bool(self.provenance.notes)
+        return left and self.provenance.are_unknown(self.leaves())
 
     def bring_together(self) -> None:
         """Have gradients to which losses of other optimizers were added carry what the others of this one carry."""
@@ -656,11 +657,11 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.ampx_member.end_change()
 
     def _bring_to(self, scale: Any, default: Any) -> None:
-        plan = self.leftovers.plan(self.leaves(), scale, default)
+        plan = self.provenance.plan(self.leaves(), scale, default)
         if plan:
             self.ampx_member.begin_change()
-            divide(plan)
-        self.leftovers.notes = {}
+            self.provenance.divide(plan)
+        self.provenance.notes = {}
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """List the parameters whose gradients backward makes."""
@@ -692,7 +693,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.optimizer.zero_grad(set_to_none)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
-        self.leftovers.notes = {}
+        self.provenance.notes = {}
         if member.stage != "idle":
             self.forget()
 
@@ -736,7 +737,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         added, self._groups = groups[self._groups :], len(groups)
         self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
         if not true and self.ampx_member.stage in ("idle", "unscaled") and self._scales:
-            self.leftovers.note([parameter for group in added for parameter in group["params"]], None)
+            self.provenance.note([parameter for group in added for parameter in group["params"]], UNKNOWN)
 
     def __repr__(self) -> str:
         return f"AmpOptimizer({self.optimizer!r}, {self.ampx_member.group.config!r})"
@@ -757,7 +758,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._attach()
         if self.ampx_member.stage != "idle":
             self.ampx_member.forget()
-            self.leftovers.note(self.leaves(), None)
+            self.provenance.note(self.leaves(), UNKNOWN)
 
 
 class StepGuard:

@@ -45,7 +45,7 @@ class PaddleHarness(Harness):
     returns_low = False  # on a CPU
     closures = True
     clears_to_zero, copies, guards_raw_steps, watches_others = True, ("deepcopy",), True, True
-    watches_true = True
+    watches_true, shares_parameters = True, True
 
     def __init__(self):
         paddle.set_device(self.device)

@@ -37,6 +37,7 @@ class TensorFlowHarness(Harness):
     framework, plugin, device = "tensorflow", "ampx_tensorflow", "cpu"
     dtype: ClassVar[Any] = "bfloat16"
     detaches = False  # whether a gradient can flow from a tensor is known to the tape only
+    guards_raw_steps = True
 
     def tensor(self, values, dtype):
         return tf.constant(values, dtype)

@@ -31,6 +31,7 @@ class TorchHarness(Harness):
     dtype: ClassVar[Any] = "bfloat16"
     closures = True
     copies, guards_raw_steps, watches_others = ("deepcopy", "pickle"), True, True
+    shares_parameters = True
 
     def tensor(self, values, dtype):
         return torch.tensor(values, dtype=getattr(torch, dtype), device=self.device)

@@ -162,25 +162,6 @@ class CapabilityTests(KitTests):
             assert fallen.effective.dtype == device.preferred
         assert not self.declares("casting") or self.subject.dtype in device.native | device.emulated
 
-    @requires("closures")
-    def test_closures_step(self) -> None:
-        """`opt.step(closure)` runs the closure, with the loss scaled inside it, once."""
-        amp = self.start()
-        bench, plain, calls = self.bench(amp), self.plain(), []
-
-        def closure() -> object:
-            calls.append(1)
-            self.subject.zero_grad(bench.opt)
-            loss = bench.loss()
-            with amp.scale_loss(loss, bench.opt) as scaled:
-                self.subject.backward(scaled, bench.parameters)
-            return loss
-
-        self.subject.step_closure(bench.opt, closure)
-        plain.train_plainly(FINITE)
-        assert bench.values() == plain.values()
-        assert len(calls) == 1
-
     @requires("prepare")
     def test_prepare_gives_the_parameters_their_dtype(self) -> None:
         """At O3 every parameter has the compute dtype; at O0 and O1 the model stays as it is."""

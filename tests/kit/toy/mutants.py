@@ -120,6 +120,7 @@ MUTANTS: Final[list[Mutant]] = [
     # Harnesses that prove nothing.
     blind("DeafHarness", loss=lambda self, p, g: framework.pull(p, [[0.0] * len(slopes) for slopes in g])),
     blind("SlowHarness", optimizer=lambda self, p, momentum: framework.Optimizer(p, 0.25, momentum / 2)),
+    blind("ClaimsToWatch", guards_raw_steps=True, watches_others=True, watches_true=True),
     # Scaling and unscaling.
     verbs("NeverUnscales", unscale=lambda self, grads, scale: Toy.unscale(self, grads, 1.0)),
     verbs("UnscalesTwice", unscale=lambda self, grads, scale: Toy.unscale(self, grads, scale * scale)),
