@@ -36,6 +36,7 @@ class Harness(abc.ABC):
             framework; elsewhere the next body is refused.
         shares_parameters: Two optimizers that hold one parameter may wait for their steps at once; elsewhere the second
             is refused.
+        models_are_values: Two models of one class cannot be told from each other when they are called.
     """
 
     framework: ClassVar[str]
@@ -53,6 +54,7 @@ class Harness(abc.ABC):
     watches_true: ClassVar[bool] = False
     brings_backwards: ClassVar[bool] = True
     shares_parameters: ClassVar[bool] = False
+    models_are_values: ClassVar[bool] = False
 
     @abc.abstractmethod
     def tensor(self, values: Sequence[float], dtype: str) -> Any:
@@ -176,6 +178,21 @@ class Harness(abc.ABC):
             sum of the outputs, in float32; and the names of the modules that multiply.
         """
         raise NotImplementedError(f"{type(self).__name__}.chain: wanted because the probe is offered")
+
+    def fork(self, inputs: Sequence[float]) -> tuple[Any, Callable[[Any], Any], str] | None:
+        """Make a float32 model in which a named module returns two tensors; None where no module can.
+
+        A layer as in `chain`, with the weight 1, comes before that module, which returns a pair: one time what it
+        receives, and two times that, in tensors of their own.
+
+        Args:
+            inputs: A batch of rows of one number each.
+
+        Returns:
+            The model, a function that takes it and returns the loss, the sum of the first output and three times that
+            of the second; and the name of the module.
+        """
+        return None
 
     def model_state(self, model: Any) -> Any:
         """Read weights, gradients and buffers of a model, and the random state, as something that `==` compares."""

@@ -15,7 +15,7 @@ from ampx.numerics.watching import stride
 from ampx.protocol import StepObserver
 
 from .debug import name_parameters
-from .numerics.reductions import Limits, stored
+from .numerics.reductions import stored
 
 if TYPE_CHECKING:
     from .step import AmpOptimizer
@@ -88,7 +88,7 @@ class UpdateMeter(StepObserver):
         sample.after = _sampled(sample.parameters)
         sample.skipped = overflow
         self._last = sample
-        flushes = Limits.of(self._compute).flushes
+        flushes = FORMATS[self._compute].flushes_to
         self._counts = []
         for device, gradient in sample.gradients.items():
             magnitude = gradient.float().abs()

@@ -157,6 +157,17 @@ class MXNetHarness(Harness):
 
         return model, step, [str(position) for position in range(len(weights))]
 
+    def fork(self, inputs):
+        model, _, _ = self.chain((1.0,), (1.0,))
+        model.add(mx.gluon.nn.HybridLambda(lambda functions, x: (x * 1, x * 2)))
+
+        def step(model):
+            with mx.autograd.record():
+                first, second = model(self.batch(inputs))
+                return first.astype("float32").sum() + 3 * second.astype("float32").sum()
+
+        return model, step, "1"
+
     def shipped(self, weights, norm=False):
         self.block, _, names = self.chain(weights, ())
         if norm:

@@ -21,6 +21,7 @@ from ampx.errors import DetachedLossError, LossDtypeError, LossShapeError
 from ampx.numerics.probe import Replayed, Step
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
+from ampx.numerics.watching import read_stats
 from ampx_tensorflow import casting, gradients, products, retracing
 
 from . import stats
@@ -66,7 +67,7 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float, autocast
         reduced = [
             stats.reduce(stats.floating(tf.convert_to_tensor(variable)), _watched(plan)) for _, variable in named
         ]
-        described = {name: entry for (name, _), entry in zip(named, stats.read(reduced), strict=True)}
+        described = {name: entry for (name, _), entry in zip(named, read_stats(reduced, stats.read), strict=True)}
         return Replayed(float(tf.cast(loss, tf.float32)), true, described)
 
 

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import cast
 
 from ampx.backend import CastPlan
-from ampx.numerics.watching import module_dtypes
+from ampx.modules import module_dtypes
 from ampx.policy import Dtype
 from ampx.rooms import import_part, is_there
 from ampx.run import Automation, Run

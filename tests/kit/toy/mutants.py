@@ -33,7 +33,9 @@ from toy.misreading import (
     keeps_buffers,
     keeps_forcing,
     no_inputs,
+    one_name_a_class,
     replays_anything,
+    samples_each_tensor,
     sees_forward,
     watches_named_models,
     watches_on,
@@ -213,6 +215,12 @@ MUTANTS: Final[list[Mutant]] = [
         "CountsInfAsFinite", ToyProbe, watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), inf_is_finite)
     ),
     room("WatchesOutputsOnly", ToyProbe, watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), no_inputs)),
+    room(
+        "NamesModelsByTheirClass",
+        ToyProbe,
+        watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), one_name_a_class),
+    ),
+    room("SamplesEachTensor", ToyProbe, watch=samples_each_tensor),
     room("ReadsOnBehindTheRegion", ToyProbe, watch=watches_on),
     room("WatchesWithRounding", ToyProbe, watch=watches_rounded),
     room(
