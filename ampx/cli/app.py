@@ -131,7 +131,7 @@ def options(
 
 
 def _spelled(dtype: str) -> str:
-    from ampx.numerics.formats import spelled
+    from ampx.formats import spelled
 
     return spelled(dtype)
 

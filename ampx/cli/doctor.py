@@ -10,8 +10,8 @@ from typing import Any
 
 import ampx
 from ampx.errors import UnknownFrameworkError
-from ampx.machine import describe_machine
 from ampx.plugins import disabled_plugins, known_failure
+from ampx.run.machine import describe_machine
 
 from .frameworks import Framework, find_frameworks
 from .installation import other_distributions

@@ -15,8 +15,8 @@ from itertools import chain, repeat
 from typing import Any, Final, TypeVar
 
 import ampx
-from ampx.machine import describe_cpu, describe_gpus
 from ampx.plugins import default_registry
+from ampx.run.machine import describe_cpu, describe_gpus
 
 Loss = TypeVar("Loss")
 ALARM: Final = "#b30000"

@@ -16,7 +16,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.rooms import import_part, is_there
 
-from . import casting, devices, gradients, keras3, losses, oplists, rewrite, step
+from . import casting, devices, gradients, keras3, losses, names as module_names, oplists, rewrite, step
 
 # What wraps optimizers of TensorFlow 1 and tf_keras, which few programs use.
 _OLD: Final = "ampx_tensorflow.old"
@@ -140,9 +140,7 @@ class TensorFlowBackend(ampx.Backend):
             self.refuse("naming variables with non-finite gradients in graphs")
         names = {}
         if model is not None:
-            from .numerics.names import parameters  # few programs use it
-
-            names = {id(variable): name for name, variable in parameters(model)}
+            names = {id(variable): name for name, variable in module_names.parameters(model)}
         rows = []
         for variable, bad in optimizer.ampx_nonfinite():
             plain = variable.value if isinstance(variable, keras.Variable) else variable

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ampx.backend import Array
-from ampx.numerics.watching import stride
+from ampx.formats import stride
 
 from .casting.module_rules import plain_name
-from .numerics.reductions import stored
+from .trees import stored
 
 
 def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from ampx.machine import describe_cpu, tensor_core_dtypes
+from ampx.run.machine import describe_cpu, tensor_core_dtypes
 
 
 def examine(ampx_command, *arguments, code=None, **environment):
