@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, TypeAlia
 from .errors import BackendLoadError, InvalidOptionError, UnsupportedByBackendError, UnsupportedDeviceError
 from .policy import Dtype, OptLevel
 from .protocol import Handle, Member
+from .rooms import import_part
 from .scale_state import Scalar
 
 # Values of the framework: only a backend looks inside.
@@ -414,10 +415,16 @@ def offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered:
 
     Raises:
         UnsupportedByBackendError: It offers nothing.
+        MissingPartError: The room of what it offers was taken out.
         BackendLoadError: What it names is no class that fulfils the contract.
     """
     offered = find_offer(backend, contract)
-    return backend.refuse(cast("type[Offered]", contract).feature) if offered is None else offered
+    if offered is not None:
+        return offered
+    wanted = cast("type[Offered]", contract)
+    if isinstance(place := backend.offers.get(wanted.name), str):
+        import_part(place.partition(":")[0], f"{wanted.feature} of backend {backend.name!r}")
+    return backend.refuse(wanted.feature)
 
 
 class GenericBackend(Backend):

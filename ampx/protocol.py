@@ -21,9 +21,12 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from .errors import NestedScaleError, NotScaledError, ProtocolError
 from .events import Event, Progress, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
+from .rooms import import_part, is_there
 from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
 METER_EVERY: Final = 100
+METER_SAMPLES: Final = 4096
+_METER: Final = "ampx.numerics.host_meter"  # loaded by the first optimizer that has one
 UNREACHED_STEPS: Final = 3  # so many in a row are no accident
 WAITING_STEPS: Final = 50  # nor is it that a loss scale waits so long for one of those who share it
 
@@ -141,6 +144,35 @@ class Standing:
     norms: tuple[Any, ...]  # norms of the gradients, one a member that stepped; none after a skipped step
 
 
+def default_meter_every() -> int:
+    """Return `METER_EVERY`; 0 where the meter was taken out."""
+    return METER_EVERY if is_there(_METER) else 0
+
+
+class NoMeter(StepObserver):
+    """Stands for the meter where that was taken out: it looks at no step."""
+
+    def before(self, optimizer: Any) -> bool:
+        """Return that nothing looks at a step that begins."""
+        return False
+
+    def after(self, optimizer: Any, finite: Mapping[int, Any]) -> None:
+        """Look at nothing."""
+
+    def last(self) -> None:
+        """Return that no update was looked at."""
+
+
+def make_meter(compute: str, look: Callable[[Any, bool], Any]) -> Any:
+    """Make the meter of an optimizer whose loss scale lives on the host, an `ampx.numerics.host_meter.HostMeter`.
+
+    Args:
+        compute: The compute dtype.
+        look: As the meter takes it.
+    """
+    return import_part(_METER, "the meter").HostMeter(compute, look) if is_there(_METER) else NoMeter()
+
+
 @dataclass(eq=False)
 class ScaleGroup:
     """One loss scale (one per loss id) and its members."""
@@ -156,7 +188,7 @@ class ScaleGroup:
     members: list[Member] = field(default_factory=list)
     window: list[Outcome] = field(default_factory=list)
     emit: Emit | None = None  # receives the framework's name and an event; None for nobody
-    meter_every: int = METER_EVERY  # every so many steps the meter looks at an update
+    meter_every: int = field(default_factory=default_meter_every)  # every so many steps the meter looks at an update
     meter_asked: bool = False  # whether somebody said so, and not the default
     intervals: Sequence[int] = ()  # every so many steps somebody wants `Progress`; those who log change it
     skipped: dict[int, int] = field(default_factory=dict)  # skipped steps by loss id

@@ -43,6 +43,7 @@ from .optimizer import (
 from .plugins import Registry, default_registry, known_failure
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
 from .protocol import Handle, Member, ScaleGroup
+from .rooms import import_part
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale, is_one
 from .scaling import LossT, ScaleLoss
@@ -183,6 +184,8 @@ class Amp:
         group = new_group(self.framework, config, self.enabled)
         group.index = len(self.live_groups()) + self._transformations
         if self.meter_every is not None:
+            if self.meter_every:
+                import_part("ampx.numerics.meter", "amp.meter_every")
             group.meter_every, group.meter_asked = self.meter_every, True
         wrapped: list[Any] = []
         try:

@@ -11,12 +11,12 @@ from typing import Any, Final, cast
 
 from ampx.backend import Backend, CastPlan, Device, is_module, offer
 from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedLevelError, shown
+from ampx.formats import FORMATS, find_format
 from ampx.modules import module_dtypes
 from ampx.plugins import default_registry
 from ampx.policy import Dtype, OptLevel, find_level, normalise_dtype
 from ampx.session import listed, sessions
 
-from .formats import FORMATS, find_format
 from .probe import Probe, Reading, Replayed, Step, Watching
 
 SAMPLES: Final = 4096

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.errors import InvalidOptionError, TrialError
+from ampx.formats import FORMATS, spelled
 from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import plain
 from .compare import WORST, ModuleError, error_map, module_errors, unscaled, worst_errors
-from .formats import FORMATS, spelled
 from .meter import LOST
 from .probe import Watching
 from .timing import busy, speed_in_words

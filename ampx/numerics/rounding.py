@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ampx.backend import Array
+from ampx.formats import FORMATS
 
-from .formats import FORMATS
 from .probe import Direction, Stats, Watching
 from .watching import NUMBERS, Entry, Log, Reduced, sample_slices
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ampx.backend import Array
+from ampx.formats import stride
 
 from .probe import Direction, Reading, Stats, Watching
 
@@ -170,11 +171,6 @@ def combined(parts: Sequence[tuple[int, Sequence[float]]]) -> Stats:
         lowest=0.0 if lowest == float("inf") else lowest,
         **{name: int(sum(columns[name])) for name in ("nonfinite", "nan", "zeros", "flushed", "overflowed")},
     )
-
-
-def stride(elements: int, samples: int) -> int:
-    """Return the distance between the elements of a sample."""
-    return max(1, -(-elements // samples))
 
 
 def sample_slices(sizes: Sequence[int], samples: int) -> tuple[slice, ...]:

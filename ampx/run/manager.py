@@ -232,7 +232,7 @@ class Manager(Generic[SomeManaged]):
         self,
         wrapped: Any,
         step: Callable[[], Any],
-        sample: Callable[[], Iterable[SampledGradient]],
+        sample: Callable[[], Iterable[tuple[Any, ...]]],
         managed: SomeManaged | None = None,
     ) -> Any:
         """Run a step that the script asked for, and have it recorded where it counted; return what it returns.
@@ -240,7 +240,7 @@ class Manager(Generic[SomeManaged]):
         Args:
             wrapped: The wrapper that steps.
             step: Runs it.
-            sample: Returns a sample of the gradients; called where it is wanted.
+            sample: Returns the fields of `SampledGradient` for each parameter; called where they are wanted.
             managed: The script's optimizer, whose own methods run meanwhile.
         """
         group = wrapped.ampx_member.group
@@ -252,13 +252,13 @@ class Manager(Generic[SomeManaged]):
         return result
 
     def stepped(
-        self, group: int, sample: Callable[[], Iterable[SampledGradient]], managed: SomeManaged | None = None
+        self, group: int, sample: Callable[[], Iterable[tuple[Any, ...]]], managed: SomeManaged | None = None
     ) -> None:
         """Have a step that counted recorded; the arguments are those of `take_step`."""
         recorder = self.run.recorder
         if recorder.takes_gradients is not None:
             with self.working(managed):
-                recorder.takes_gradients(sample())
+                recorder.takes_gradients([SampledGradient(*row) for row in sample()])
         recorder.stepped(group)
         if self.sampler.counts:
             self.sampler.after_step()

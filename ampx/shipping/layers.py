@@ -9,8 +9,8 @@ from typing import Any
 
 from ampx.backend import MODULE, Array, Backend, is_module
 from ampx.errors import ConversionError, UnsupportedDtypeError, UnsupportedOpError, shown
+from ampx.formats import FORMATS
 from ampx.modules import some_names, unmatched
-from ampx.numerics.formats import FORMATS
 
 
 def check_computed(backend: Backend, device: str, dtype: str) -> None:

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +28,8 @@ from jax.extend import core, source_info_util
 
 import ampx
 from ampx.backend import CastPlan, Device
+from ampx.formats import FORMATS
 from ampx.modules import check_patterns
-from ampx.numerics.formats import FORMATS
 from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Step, Watching
 from ampx.numerics.timing import timed
 from ampx.numerics.watching import Log, Reduced, read_stats, sample_slices
@@ -38,7 +37,6 @@ from ampx.numerics.watching import Log, Reduced, read_stats, sample_slices
 from . import casting, equations, interpreter, rules, scopes, taps
 from .interpreter import Mode
 from .optimizer import unscale
-from .rules import JaxPlan
 from .state import path_name
 from .taps import SIMULATED, is_floating
 
@@ -218,17 +216,6 @@ class WatchRegion:
         return log.readings()
 
 
-class _Regions(threading.local):
-    """The regions that a thread is in, the outermost first."""
-
-    watches: tuple[WatchRegion, ...] = ()
-
-
-_regions: Final = _Regions()
-# What modules are forced into in a thread; part of jax.jit's key.
-_forced: Final = jax.make_user_context(())
-
-
 @contextmanager
 def watch(model: Any, watching: Watching) -> Iterator[WatchRegion]:
     """Read what is computed in this thread; compiled functions run uncompiled inside, and loops turn by turn.
@@ -242,15 +229,15 @@ def watch(model: Any, watching: Watching) -> Iterator[WatchRegion]:
             f"watch got dtype={watching.dtype!r}; accepted: {', '.join(FORMATS)}. Pass one of these."
         )
     _check_patterns(model, watching.modules, "watch")
-    region, before = WatchRegion(watching), _regions.watches
+    region, before = WatchRegion(watching), interpreter.regions.watches
     heard = taps.listening.heard
-    _regions.watches = (*before, region)
+    interpreter.regions.watches = (*before, region)
     try:
         with scopes.naming(model, True), jax.disable_jit():
-            taps.listening.heard = Reader(_regions.watches).hear
+            taps.listening.heard = Reader(interpreter.regions.watches).hear
             yield region
     finally:
-        _regions.watches, taps.listening.heard = before, heard
+        interpreter.regions.watches, taps.listening.heard = before, heard
 
 
 @contextmanager
@@ -268,7 +255,7 @@ def force(model: Any, dtypes: Mapping[str, str]) -> Iterator[None]:
                 f"force got {dtype!r} for {pattern!r}; accepted: {', '.join(accepted)}. Pass one of these."
             )
     _check_patterns(model, dtypes, "force")
-    with _forced((*_forced.value, *dtypes.items())):
+    with interpreter.forced((*interpreter.forced.value, *dtypes.items())):
         yield
 
 
@@ -555,19 +542,12 @@ def _split(model: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]]:
 
 def watched() -> tuple[WatchRegion, ...]:
     """Return the regions of `watch` that this thread is in."""
-    return _regions.watches
-
-
-def mode_of(plan: JaxPlan | None) -> Mode:
-    """Return how operations are run in this thread now, by a plan or without one."""
-    forced = (*(() if plan is None else plan.forced), *_forced.value)
-    device = "cpu" if jax.default_backend() == "cpu" else "cuda"
-    return Mode(plan, plan or JaxPlan(device, "bfloat16"), forced, bool(_regions.watches))
+    return interpreter.regions.watches
 
 
 def read(closed: Any, arrays: Sequence[Any]) -> list[Any]:
     """Run a trace of concrete arrays, and let the regions of `watch` read it."""
-    watches = _regions.watches
+    watches = interpreter.regions.watches
     with jax.disable_jit(False):
         results, entries = Reader(watches).run(closed, arrays, False)
     for region, own in zip(watches, entries, strict=True):
@@ -582,7 +562,7 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
         LossError: What `step` returned is no loss.
         UnsupportedOpError: A pattern of a region around matches no module.
     """
-    watches = _regions.watches
+    watches = interpreter.regions.watches
     named, mode, both = _differentiated(model, step, plan, bool(watches))
     arrays = [jnp.asarray(leaf) for leaf in named.values()]
     reader = Reader(watches)
@@ -594,7 +574,7 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
     for region, own in zip(watches, entries, strict=True):
         require_matches(region.watching.modules, names, "watch")
         region.entries.extend(own)
-    require_matches(dict(_forced.value), names, "force")
+    require_matches(dict(interpreter.forced.value), names, "force")
     reached = _reached(closed.jaxpr)
     loss, gradients, measured = jax.device_get((loss, gradients, measured))
     stats = read_stats(
@@ -640,7 +620,7 @@ def _differentiated(
         seen: Modules are watched.
     """
     named, merge = _split(model)
-    mode = mode_of(None if plan is None else rules.resolve(plan))
+    mode = interpreter.mode_of(None if plan is None else rules.resolve(plan))
 
     def loss_of(arrays: list[Any]) -> Any:
         own = merge(arrays)

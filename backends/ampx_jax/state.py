@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,15 @@ import numpy as np
 import optax
 
 import ampx
-from ampx.numerics.meter import Meter, report
 from ampx.protocol import Handle, ScaleGroup, Standing, refuse_values
 from ampx.scale_state import LossScale, LossScaleState, is_one
 from ampx.session import new_group
 
 from . import meter
 from .casting import is_array
+
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
 
 jax.tree_util.register_dataclass(
     ampx.StepResult, data_fields=[field.name for field in fields(ampx.StepResult)], meta_fields=[]
@@ -534,6 +536,8 @@ class StateHandle(Handle):
                 group.send(event)
         last = self.meter
         if last is not None and last.step > since:
+            from ampx.numerics.meter import report  # who metered has it
+
             report(group, last.step, last.lost, last.flushed, last.headroom)
         return result
 

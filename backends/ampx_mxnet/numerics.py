@@ -22,8 +22,8 @@ import numpy as np
 from ampx.backend import Array, Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import DetachedLossError, UnsupportedDtypeError
+from ampx.formats import FORMATS, Format
 from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names, last_match
-from ampx.numerics.formats import FORMATS, Format
 from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Step, Watch, Watching
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed

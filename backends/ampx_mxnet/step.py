@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ampx.backend import GenericBackend
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
-from ampx.numerics.host_meter import HostMeter
-from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Member
+from ampx.protocol import Member, make_meter
 from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
 
@@ -29,6 +27,9 @@ from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook
 from .losses_by_id import LossMixer
 from .low_precision import low_parameters
+
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
 
 # What is the wrapper's own; everything else is read and set on the raw trainer.
 _OWN: Final = frozenset(
@@ -115,7 +116,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
         self.ampx_member.belong_to(self)
-        self._meter = HostMeter(self._compute, gradients.meter_samples)
+        self._meter = make_meter(self._compute, gradients.meter_samples)
         self.ampx_member.observers = (self._meter,)
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
         if self.ampx_member.group.enabled:

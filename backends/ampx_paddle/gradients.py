@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import paddle
 
+from ampx.backend import Array
 from ampx.errors import UnsupportedByBackendError
-from ampx.numerics.host_meter import Sampled
-from ampx.numerics.meter import SAMPLES
-from ampx.numerics.watching import stride
-from ampx.run import GRADIENT_SAMPLES, SampledGradient
+from ampx.formats import stride
+from ampx.protocol import METER_SAMPLES
 from ampx.scale_state import FLOAT32_MAX, FLOAT32_TINY
+
+if TYPE_CHECKING:
+    from ampx.numerics.host_meter import Sampled
 
 # By so much at once are gradients shrunk: the factor itself would leave float32's range.
 _SMALLEST_FACTOR: Final = 2.0**-64
@@ -233,6 +235,8 @@ def name_nonfinite(optimizer: Any, model: Any | None) -> list[tuple[str, int, in
 @paddle.no_grad()
 def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
     """Sample parameters, or their float32 copies, and dense gradients. Sync: one for each of them."""
+    from ampx.numerics.host_meter import Sampled  # it may have been taken out; nothing is metered then
+
     copies = optimizer._master_weights if optimizer._multi_precision else {}
     sampled = []
     for parameter in parameters(optimizer):
@@ -246,18 +250,21 @@ def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
 
 
 @paddle.no_grad()
-def sample(optimizer: Any) -> list[SampledGradient]:
-    """Sample the dense gradients of a raw optimizer's parameters. Sync: one for each of them."""
+def sample(optimizer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array | None]]:
+    """Return name, shape and a sample of the gradient, None for a sparse one, of a raw optimizer's parameters.
+
+    Sync: one for each of them.
+    """
     sampled = []
     for parameter in parameters(optimizer):
         gradient = gradient_of(parameter)
         dense = gradient is not None and gradient.is_dense() and not gradient.is_selected_rows()
-        values = _sample(gradient, GRADIENT_SAMPLES) if dense else None
-        sampled.append(SampledGradient(parameter.name, tuple(parameter.shape), values))
+        values = _sample(gradient, samples) if dense else None
+        sampled.append((parameter.name, tuple(parameter.shape), values))
     return sampled
 
 
-def _sample(tensor: Any, samples: int = SAMPLES) -> Any:
+def _sample(tensor: Any, samples: int = METER_SAMPLES) -> Any:
     """Return elements as float32; few elements come as they are, because four calls take longer than they do."""
     elements = math.prod(tensor.shape)
     values = tensor.detach()

@@ -26,8 +26,8 @@ from paddle.autograd.backward_mode import backward  # `ampx run` patches the pub
 from ampx.backend import Array, Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import UnsupportedDtypeError
+from ampx.formats import FORMATS, Format
 from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names, last_match
-from ampx.numerics.formats import FORMATS, Format
 from ampx.numerics.probe import Direction, Probe, Replayed, Step, Watch, Watching
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed

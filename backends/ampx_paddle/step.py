@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import paddle
 
 from ampx.backend import CastPlan, GenericBackend, Unscaled
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
-from ampx.numerics.host_meter import HostMeter
-from ampx.numerics.meter import Meter
 from ampx.optimizer import GenericOptimizer
-from ampx.protocol import Member, Stage
+from ampx.protocol import Member, Stage, make_meter
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import FLOAT32_MAX
 
@@ -37,6 +35,9 @@ from .gradients import (
 from .guard import StepGuard
 from .losses_by_id import LossMixer, drop_gradients, refuse_unmixable
 from .writes import Writes
+
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
 
 _WIDE: Final = paddle.float32
 _living: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()  # some may share parameters
@@ -84,7 +85,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         are_scaled = weakref.WeakMethod(self._are_scaled)
         self._guard = StepGuard(member, lambda: (ask := are_scaled()) is not None and ask())
         plan = options["plan"]
-        self._meter = HostMeter("float32" if plan is None else plan.dtype, meter_samples)
+        self._meter = make_meter("float32" if plan is None else plan.dtype, meter_samples)
         super().__init__(backend, optimizer, member, options)
         member.observers = (self._meter,)
         member.mixes = False

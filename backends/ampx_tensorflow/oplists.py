@@ -23,6 +23,8 @@ from ampx.backend import CastPlan, is_module
 from ampx.errors import PrecisionWarning, UnsupportedOpError, meant
 from ampx.modules import check_patterns, inherited, last_match, module_dtypes
 
+from . import names
+
 Kind = Literal["allow", "deny"]
 # Where the rewriter reads changes of its lists; an operation may stand in one of them only.
 _LISTS: Final = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_{}LIST_{}"
@@ -150,8 +152,6 @@ def forced_layers(model: Any, plan: CastPlan) -> dict[int, str]:
     """
     if not isinstance(plan, ListsPlan):
         return {}
-    from .numerics import names  # it needs casting, which needs this module
-
     if plan.operations:
         raise UnsupportedOpError(
             f"prepare got {type(model).__name__} in a session whose allow and deny name operations "

@@ -5,22 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import tensorflow as tf
 
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
-from ampx.numerics.host_meter import HostMeter, Sampled
-from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Member, refuse_values
+from ampx.protocol import Member, make_meter, refuse_values
 from ampx.scale_state import is_one
 
 from . import casting, gradients, losses_by_id, masters, meter, oplists, replicas
 from .contexts import on_host
 from .device_scale import Slots, VariableLedger
 from .losses import check_not_scaled, scale_loss, watch_backward, watch_derivative
+
+if TYPE_CHECKING:
+    from ampx.numerics.host_meter import HostMeter, Sampled
+    from ampx.numerics.meter import Meter
 
 # Stages before a step.
 _WRITTEN: Final = (
@@ -216,7 +218,7 @@ class LedgerOptimizer(WrappedOptimizer):
     @cached_property
     def _meter(self) -> HostMeter:
         """The meter of steps outside of functions, which keeps what that of functions read, too."""
-        return HostMeter(self._compute or casting.compute_dtype(), _meter_samples)
+        return make_meter(self._compute or casting.compute_dtype(), _meter_samples)
 
     @cached_property
     def _traced_meter(self) -> meter.TracedMeter:

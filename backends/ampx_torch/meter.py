@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampx.numerics.formats import FORMATS
-from ampx.numerics.meter import SAMPLES, Meter, count, report
-from ampx.numerics.watching import stride
-from ampx.protocol import NotCopied, StepObserver
+from ampx.formats import FORMATS, stride
+from ampx.protocol import METER_SAMPLES, NotCopied, StepObserver
 
 from .debug import name_parameters
-from .numerics.reductions import stored
+from .trees import stored
 
 if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
+
     from .step import AmpOptimizer
 
 
@@ -115,6 +115,8 @@ class UpdateMeter(StepObserver, NotCopied):
         moved, unchanged, flushed = (sum(column) for column in list(zip(*rows, strict=True))[:3])
         if not moved:
             return
+        from ampx.numerics.meter import report  # it may have been taken out; nothing is metered then
+
         headroom = math.log2(FORMATS[self._compute].largest) - math.log2(max(row[3] for row in rows))
         report(optimizer.ampx_member.group, self._last.step, unchanged / moved, flushed / moved, headroom)
 
@@ -123,6 +125,8 @@ class UpdateMeter(StepObserver, NotCopied):
         sample = self._last
         if sample is None or (sample.skipped is not None and bool(sample.skipped)):
             return None
+        from ampx.numerics.meter import Meter, count  # as above
+
         assert sample.after is not None
         named = self._named(optimizer)
         columns = [_host(values) for values in (sample.gradients, sample.before, sample.after)]
@@ -131,7 +135,7 @@ class UpdateMeter(StepObserver, NotCopied):
         entries = []
         for name, parameter in named:
             size = stored(parameter).numel()
-            size = -(-size // stride(size, SAMPLES))
+            size = -(-size // stride(size, METER_SAMPLES))
             dtype = str(parameter.dtype).removeprefix("torch.")
             if id(parameter) not in taken:
                 entries.append(count(name, dtype, range(size), range(size), None, self._compute))
@@ -170,7 +174,7 @@ def _sampled(tensors: list[Any]) -> dict[torch.device, torch.Tensor]:
     with torch.no_grad():
         for tensor in tensors:
             values = stored(tensor).reshape(-1)
-            parts.setdefault(values.device, []).append(values[:: stride(values.numel(), SAMPLES)])
+            parts.setdefault(values.device, []).append(values[:: stride(values.numel(), METER_SAMPLES)])
         return {device: torch.cat(values) if len(values) > 1 else values[0].clone() for device, values in parts.items()}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ampx.events import PrecisionLost
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
 from ampx.numerics.host_meter import HostMeter, Sampled, Update
 
 SCALE = 1024.0

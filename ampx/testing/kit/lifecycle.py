@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Final
 
 import pytest
 
 import ampx
-from ampx.backend import Contract, Device, offer
-from ampx.cli.demo import Demo
-from ampx.numerics.probe import Probe
-from ampx.run import Automation
-from ampx.shipping.converter import Converter
+from ampx.backend import Device, offer
+from ampx.rooms import is_there
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW
 from ampx.testing.checks import refused
 
-CONTRACTS: Final[tuple[type[Contract], ...]] = (Probe, Converter, Automation, Demo)
+# Where the contracts of ampx are; those of a feature that has been taken out are not.
+CONTRACTS: Final = {
+    "probe": "ampx.numerics.probe:Probe",
+    "converter": "ampx.shipping.converter:Converter",
+    "automation": "ampx.run:Automation",
+    "demo": "ampx.cli.demo:Demo",
+}
 
 
 class SessionTests(KitTests):
@@ -117,11 +121,12 @@ class CapabilityTests(KitTests):
 
     def test_what_is_offered_is_there(self) -> None:
         """Every contract is one of ampx, and the class that is named fulfils it."""
-        contracts = {contract.name: contract for contract in CONTRACTS}
-        assert set(self.backend.offers) <= set(contracts), f"accepted: {', '.join(contracts)}"
+        assert set(self.backend.offers) <= set(CONTRACTS), f"accepted: {', '.join(CONTRACTS)}"
         for name in self.backend.offers:
-            if name != "demo":  # whose data set is not installed everywhere
-                assert offer(self.backend, contracts[name]).backend is self.backend
+            if name != "demo" and is_there(CONTRACTS[name].partition(":")[0]):  # its data set is not always installed
+                contract = pkgutil.resolve_name(CONTRACTS[name])
+                assert contract.name == name
+                assert offer(self.backend, contract).backend is self.backend
 
     def test_only_raw_optimizers_are_optimizers(self) -> None:
         """Asked of raw ones, wrapped ones and other things, `is_optimizer` answers yes, no, no."""

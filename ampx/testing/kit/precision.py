@@ -15,7 +15,7 @@ import pytest
 
 import ampx
 from ampx.backend import CastPlan, offer
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
 from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Stats, Watching
 from ampx.testing.base import KitTests, requires
 from ampx.testing.checks import refused

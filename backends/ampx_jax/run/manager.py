@@ -29,9 +29,9 @@ import numpy as np
 import optax
 
 from ampx.events import ScaleChanged, StepSkipped
+from ampx.formats import stride
 from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.trial import COMPILED
-from ampx.numerics.watching import stride
 from ampx.protocol import Member, ScaleGroup
 from ampx.run import GRADIENT_SAMPLES, Run, SampledGradient
 from ampx.scale_state import is_one

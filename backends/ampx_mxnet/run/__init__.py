@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from ampx.rooms import import_part, is_there
 from ampx.run import Automation, Run
-from ampx_mxnet import amp
 
 from .backward import backward_scaled
 from .gradients import gradients_true
@@ -32,8 +32,10 @@ def automate(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         for patched in (trainers_managed, backward_scaled, gradients_true, blocks_watched):
             stack.enter_context(patched(manager))
-        amp.install()
-        stack.callback(amp.uninstall)
+        if is_there("ampx_mxnet.old"):
+            amp = import_part("ampx_mxnet.amp", "ampx run")
+            amp.install()
+            stack.callback(amp.uninstall)
         stack.callback(manager.end)  # first of all: casting puts back what it found, which is patched here
         yield
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
 from ampx_mxnet import gradients
 from ampx_mxnet.calls import in_backward
 from ampx_mxnet.compat import mx
@@ -188,7 +188,7 @@ class TrainerManager(Manager[Managed]):
             trainer.ampx_hide()
             call()
 
-        self.take_step(trainer, step, lambda: sample(trainer))
+        self.take_step(trainer, step, lambda: sample(trainer, GRADIENT_SAMPLES))
 
 
 class ManagedTrainer(AmpTrainer):

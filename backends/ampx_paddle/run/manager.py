@@ -11,7 +11,7 @@ from unittest import mock
 import paddle
 
 from ampx.protocol import ScaleGroup
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
 from ampx_paddle.gradients import collect, gradient_of, parameters, sample
 from ampx_paddle.sot import untranslated
 from ampx_paddle.static import GraphLedger, StaticOptimizer
@@ -162,7 +162,7 @@ class PaddleManager(Manager[PaddleManaged]):
         else:
             self._note_true(managed, applies_zeros=True)
         step = functools.partial(getattr(wrapped, name), *args, **kwargs)
-        return self.take_step(wrapped, step, lambda: sample(managed.raw), managed)
+        return self.take_step(wrapped, step, lambda: sample(managed.raw, GRADIENT_SAMPLES), managed)
 
     def _note_true(self, managed: PaddleManaged, applies_zeros: bool = False) -> None:
         """Note gradients that did not come through a scaled backward; zeros may be applied, as the script would."""

@@ -19,8 +19,7 @@ from ampx.errors import UnsupportedDtypeError
 from ampx.modules import check_patterns, inherited, last_match, unmatched
 from ampx.policy import Dtype
 from ampx_tensorflow import casting, devices, products, retracing
-
-from .names import Call, Modules
+from ampx_tensorflow.names import Call, Modules
 
 # Dtypes to which values are rounded.
 SIMULATED: Final = {

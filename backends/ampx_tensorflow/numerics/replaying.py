@@ -23,10 +23,10 @@ from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
 from ampx.numerics.watching import read_stats
 from ampx_tensorflow import casting, gradients, products, retracing
+from ampx_tensorflow.names import parameters, walk
 
 from . import stats
 from .forcing import Policies, is_forced
-from .names import parameters, walk
 from .watching import uncompiled
 
 # What a program that has seeded nothing draws from: the same in every replay.

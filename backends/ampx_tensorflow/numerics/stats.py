@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
 from ampx.numerics.watching import Reduced
 
 _INFINITY: Final = 0x7F800000  # magnitudes of float32, as integers, are in the order of the numbers

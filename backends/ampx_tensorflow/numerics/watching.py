@@ -26,9 +26,9 @@ from ampx.callers import script_line
 from ampx.modules import check_patterns
 from ampx.numerics.probe import Direction, Reading, Watching
 from ampx.numerics.watching import Entry, GradientLog, Log
+from ampx_tensorflow.names import Call, Modules
 
 from . import stats
-from .names import Call, Modules
 
 # Operations of the runtime, and those that bring a batch from a pipeline: what is in it was not computed there.
 _BRINGS: Final = ("__", "Iterator", "Optional")

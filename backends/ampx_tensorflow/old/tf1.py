@@ -21,11 +21,6 @@ from .tf1_scale import NamedLedger, ScaleVariables
 _v1 = tf.compat.v1
 
 
-def is_optimizer(candidate: object) -> bool:
-    """Return whether this is an optimizer of `tf.compat.v1.train`, not wrapped by ampx."""
-    return isinstance(candidate, _v1.train.Optimizer) and not isinstance(candidate, GraphOptimizer)
-
-
 def wrap(backend: Backend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> GraphOptimizer:
     """Wrap a raw optimizer, making the loss scale's variables in the present graph."""
     if isinstance(optimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):

@@ -228,11 +228,6 @@ class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):
         guard.native(self._optimizer, "apply_gradients")(pairs, experimental_aggregate_gradients=False)
 
 
-def is_optimizer(candidate: object) -> bool:
-    """Return whether this is an optimizer of tf_keras, not wrapped by ampx."""
-    return isinstance(candidate, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
-
-
 def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
     """Wrap a raw optimizer; raise where it scales the loss itself, in graphs, and where tf_keras came after `init`."""
     if isinstance(optimizer, native.BaseLossScaleOptimizer):

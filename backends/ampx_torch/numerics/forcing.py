@@ -12,13 +12,13 @@ from torch import nn
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDtypeError
+from ampx.formats import FORMATS
 from ampx.modules import check_patterns, last_match
-from ampx.numerics.formats import FORMATS
 from ampx_torch.casting import lstm
 from ampx_torch.lent_hooks import lend
+from ampx_torch.names import Names, each_model
 from ampx_torch.trees import DTYPES, LOW, cast, convert
 
-from .names import Names, each_model
 from .reductions import floating
 
 SIMULATED: Final[dict[str, torch.dtype]] = {

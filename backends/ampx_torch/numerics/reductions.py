@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampx.backend import Array
-from ampx.numerics.formats import FORMATS, Format
+from ampx.formats import FORMATS, Format
 from ampx.numerics.watching import Reduced
+from ampx_torch.trees import stored
 
 
 def floating(tree: Any) -> Iterator[torch.Tensor]:
@@ -29,22 +30,6 @@ def floating(tree: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(tree) and not isinstance(tree, type):
         for field in fields(tree):
             yield from floating(getattr(tree, field.name, None))
-
-
-def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored elements, as real numbers; of a sharded tensor (DTensor) this process's part."""
-    tensor = tensor.detach()
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        tensor = tensor.values()
-    local = getattr(tensor, "to_local", None)
-    tensor = tensor if local is None else local()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor
 
 
 def reduce(tensors: Iterable[torch.Tensor], dtype: str) -> list[Reduced]:

@@ -19,8 +19,9 @@ from ampx.scaling import check_loss
 from ampx_torch import casting
 from ampx_torch.casting.module_rules import plain_name
 from ampx_torch.folded_step import is_large, reads_finite
+from ampx_torch.trees import stored
 
-from .reductions import read, reduce, stored
+from .reductions import read, reduce
 
 
 def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:

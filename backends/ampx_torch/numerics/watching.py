@@ -18,9 +18,10 @@ from ampx.modules import check_patterns
 from ampx.numerics.probe import Direction, Reading, Watching
 from ampx.numerics.watching import Entry, GradientLog, Log, Reduced
 from ampx_torch.lent_hooks import lend
+from ampx_torch.names import Names, each_model
+from ampx_torch.trees import stored
 
-from .names import Names, each_model
-from .reductions import floating, read, read_samples, reduce, stored
+from .reductions import floating, read, read_samples, reduce
 
 # They hand memory on and compute nothing, not even another dtype.
 _IDLE: Final = frozenset(

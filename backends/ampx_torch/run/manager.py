@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
 from ampx_torch.debug import sample_gradients
 from ampx_torch.delegation import TakenOver
 from ampx_torch.step import AmpOptimizer
@@ -315,7 +315,7 @@ class TorchManager(Manager[TorchManaged]):
         if self.pending:
             self.look()
         if counts and member.counted:  # else its gradients had been cleared
-            self.stepped(managed.group, lambda: sample_gradients(wrapped))
+            self.stepped(managed.group, lambda: sample_gradients(wrapped, GRADIENT_SAMPLES))
             if self.rules.waits:
                 self.rules.check(recorder.steps)
         return managed.returned if loss is None else loss

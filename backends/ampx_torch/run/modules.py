@@ -13,7 +13,7 @@ from ampx.run import Run
 from ampx_torch.casting.module_rules import attach, match_names, own_rule
 from ampx_torch.casting.oplists import TorchPlan
 from ampx_torch.lent_hooks import lend
-from ampx_torch.numerics.names import Names, called_models
+from ampx_torch.names import Names, called_models
 
 if TYPE_CHECKING:
     from .manager import TorchManager

@@ -1,4 +1,4 @@
-"""Floating dtypes: what they can hold."""
+"""Floating dtypes: what they can hold; and which elements are a sample of a tensor."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from ampx.errors import UnsupportedDtypeError
-from ampx.policy import normalise_dtype
+from .errors import UnsupportedDtypeError
+from .policy import normalise_dtype
 
 
 @dataclass(frozen=True)
@@ -94,3 +94,8 @@ def spelled(name: str) -> str:
         except UnsupportedDtypeError:
             simulated = ""
         raise UnsupportedDtypeError(f"--dtype: {error}{simulated}") from error
+
+
+def stride(elements: int, samples: int) -> int:
+    """Return the distance between the elements of a sample."""
+    return max(1, -(-elements // samples))
