@@ -311,7 +311,7 @@ class GenericOptimizer(WrappedOptimizer):
                     )
 
     def _look_again(self) -> Unscaled:
-        """Test unscaled gradients that hang on parameters once more: somebody may have written to them since."""
+        """Test unscaled gradients that hang on parameters once more: they may have been written to since."""
         grads, finite = self._backend.gradients(self.optimizer), bool(self._pending.unscaled.finite)
         unscaled = self._pending.unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
         return unscaled

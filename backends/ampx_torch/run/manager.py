@@ -1,4 +1,4 @@
-"""Every optimizer that a script makes: it stays what it is, and a wrapper of ampx stands beside it."""
+"""Every optimizer that a script makes: it stays as it is, and has a wrapper of ampx."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Owners:
         return None if reference is None else reference()
 
     def reached(self, leaves: Iterable[int]) -> set[weakref.ref[TorchManaged] | None]:
-        """Return `reference` of the optimizers of tensors, by their ids; None where one of these belongs to nobody."""
+        """Return `reference` of the optimizers of tensors, by their ids; None where one of these belongs to none."""
         return set(map(self._owners.get, leaves))
 
     def sort(self, optimizers: Sequence[TorchManaged]) -> None:
