@@ -165,7 +165,7 @@ class TorchManager(Manager[TorchManaged]):
         """List what is managed, but for copies that train nothing."""
         return [managed for managed in super().managed() if not managed.idle]
 
-    def employ(self, leaves: Container[int] | None = None) -> bool:
+    def adopt_trained_copies(self, leaves: Container[int] | None = None) -> bool:
         """Manage the copies that train these leaves, by their ids, or all copies; return whether there are any."""
         employed = False
         for managed in super().managed():
@@ -221,7 +221,7 @@ class TorchManager(Manager[TorchManaged]):
         """Leave every optimizer as it was."""
         if self.held:
             self.stand_down(self.held.name, waits=True)
-        self.employ()
+        self.adopt_trained_copies()
         super().release()
 
     # -- former recipes and GradScaler -------------------------------------------------------------
