@@ -114,6 +114,9 @@ def house(request, tmp_path_factory):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ampx-precision\nVersion: 0.1.0\n")
     lines = [f"{name} = {module}" for name, module in points.items() if (folder / "backends" / module).is_dir()]
     (info / "entry_points.txt").write_text("\n".join(["[ampx]", *lines, ""]))
+    # The tests' environment may have the whole of ampx installed, where Python would find the packages that are gone.
+    packages = [path.name for path in gone if path.parent.name == "backends"]
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({packages!r}))\n")
     return request.param, folder
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+import pkgutil
 
 import pytest
 
 import ampx
-from ampx.backend import Contract, Device, offer
-from ampx.cli.demo import Demo
-from ampx.numerics.probe import Probe
-from ampx.run import Automation
-from ampx.shipping.converter import Converter
+from ampx.backend import CONTRACTS, Device, offer
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW
 from ampx.testing.checks import refused
-
-CONTRACTS: Final[tuple[type[Contract], ...]] = (Probe, Converter, Automation, Demo)
 
 
 class SessionTests(KitTests):
@@ -116,12 +110,10 @@ class CapabilityTests(KitTests):
         assert self.backend.device(device.name).name == device.name
 
     def test_what_is_offered_is_there(self) -> None:
-        """Every contract is one of ampx, and the class that is named fulfils it."""
-        contracts = {contract.name: contract for contract in CONTRACTS}
-        assert set(self.backend.offers) <= set(contracts), f"accepted: {', '.join(contracts)}"
+        """The class that is named for a contract fulfils it."""
         for name in self.backend.offers:
             if name != "demo":  # whose data set is not installed everywhere
-                assert offer(self.backend, contracts[name]).backend is self.backend
+                assert offer(self.backend, pkgutil.resolve_name(CONTRACTS[name])).backend is self.backend
 
     def test_only_raw_optimizers_are_optimizers(self) -> None:
         """Asked of raw ones, wrapped ones and other things, `is_optimizer` answers yes, no, no."""
