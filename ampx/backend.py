@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, TypeAlia
 from .errors import BackendLoadError, InvalidOptionError, UnsupportedByBackendError, UnsupportedDeviceError
 from .policy import Dtype, OptLevel
 from .protocol import Handle, Member
+from .rooms import import_part
 from .scale_state import Scalar
 
 # Values of the framework: only a backend looks inside.
@@ -126,7 +127,7 @@ class LossInfo(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """True gradients, and whether all are finite (a bool, or a boolean scalar on the device)."""
+    """Unscaled gradients, and whether all are finite (a bool, or a boolean scalar on the device)."""
 
     grads: Grads
     finite: Scalar
@@ -202,7 +203,7 @@ class Backend(abc.ABC):
         """
 
     def watch_backward(self, loss: Loss, scaled: Loss) -> Callable[[], bool | None]:
-        """Return what says through which of the two a backward went. Needed for `sees_backward`.
+        """Return a function that returns through which of the two a backward went. Needed for `sees_backward`.
 
         It is asked for until the first step that shows what the script does: it may cost what no other step pays.
 
@@ -431,14 +432,20 @@ def offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered:
 
     Raises:
         UnsupportedByBackendError: It offers nothing.
+        MissingPartError: The room of what it offers was taken out.
         BackendLoadError: What it names is no class that fulfils the contract.
     """
     offered = find_offer(backend, contract)
-    return backend.refuse(cast("type[Offered]", contract).feature) if offered is None else offered
+    if offered is not None:
+        return offered
+    wanted = cast("type[Offered]", contract)
+    if isinstance(place := backend.offers.get(wanted.name), str):
+        import_part(place.partition(":")[0], f"{wanted.feature} of backend {backend.name!r}")
+    return backend.refuse(wanted.feature)
 
 
 class GenericBackend(Backend):
-    """The verbs by which core steps an optimizer, where nobody but the user looks at it: see `GenericOptimizer`."""
+    """The verbs by which core itself steps an optimizer: see `GenericOptimizer`."""
 
     @abc.abstractmethod
     def unscale(self, grads: Grads, scale: Scalar) -> Unscaled:
@@ -449,7 +456,7 @@ class GenericBackend(Backend):
             scale: Python float, or a float32 scalar on the device.
 
         Returns:
-            The true gradients with unchanged dtypes, and their finiteness.
+            The unscaled gradients with unchanged dtypes, and their finiteness.
 
         Sync: at most one.
         """
@@ -470,7 +477,7 @@ class GenericBackend(Backend):
         self.refuse("implicit gradients")
 
     def clip(self, grads: Grads, max_norm: float | None, max_value: float | None) -> tuple[Grads, Scalar]:
-        """Clip true gradients by value, then by global L2 norm.
+        """Clip unscaled gradients by value, then by global L2 norm.
 
         Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out. Gradients that
         hang on parameters are modified in place.

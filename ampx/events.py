@@ -20,7 +20,7 @@ class StepResult:
         next_scale: Loss scale for the next `scale_loss`.
         consecutive_skips: Skipped steps of the loss scale in a row, this one included. Optimizers that share a
             loss scale share the count: it can be 1 for a member that was applied while another was not.
-        grad_norm: L2 norm of the true gradients before clipping, where clipping asked for it; else None, as after
+        grad_norm: L2 norm of the unscaled gradients before clipping, where clipping asked for it; else None, as after
             a skipped step, whose gradients have no norm.
     """
 
@@ -104,7 +104,7 @@ class Progress(Event):
 
     Attributes:
         skipped: Skipped steps of the loss scale so far, in this process; in JAX, since the state was made.
-        grad_norm: L2 norm of the true gradients of all optimizers that share the loss scale, before clipping, where
+        grad_norm: L2 norm of the unscaled gradients of all optimizers that share the loss scale, before clipping, where
             clipping measured it; else None, as after a skipped step.
     """
 

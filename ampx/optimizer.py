@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from . import callers
 from .backend import Backend, CastPlan, GenericBackend, Unscaled, leaves
@@ -52,7 +51,7 @@ class WrappedOptimizer(Handle):
         member.group.resolve()
         result = member.group.unsettled(member) or member.result
         if result is not None and not isinstance(result.grad_norm, (float, type(None))):
-            # The norm stays where it was computed until somebody looks: reading it may sync, stepping may not.
+            # The norm stays where it was computed until it is read: reading it may sync, stepping may not.
             result = replace(result, grad_norm=float(result.grad_norm))
         return result
 
@@ -125,11 +124,11 @@ class WrappedOptimizer(Handle):
         """
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether true gradients were cleared behind the wrapper's back, by the model say."""
+        """Return whether unscaled gradients were cleared by other code, such as `model.zero_grad()`."""
         return False
 
     def ampx_notice_cleared(self) -> None:
-        """Forget true gradients that are cleared."""
+        """Forget unscaled gradients that are cleared."""
 
     def ampx_check_backward(self, loss_id: int) -> None:
         """Raise where `ampx_before_backward` would; all of a list are asked before one of them is prepared."""
@@ -141,7 +140,7 @@ class WrappedOptimizer(Handle):
         """Tidy up after a `scale_loss` body that ended without an exception."""
 
     def ampx_watch(self, scale: Scalar) -> Any:
-        """Return what tells, after the body of other optimizers, whether it wrote to gradients of this one.
+        """Snapshot the gradients before another optimizer's body; return a function that says whether they changed.
 
         None where that would not matter, or the wrapper knows otherwise.
         """
@@ -152,6 +151,34 @@ class WrappedOptimizer(Handle):
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Undo `ampx_before_backward` after a body that raised."""
+
+
+class PendingGradients:
+    """What is known of the gradients that wait for a step, beyond their stage.
+
+    Attributes:
+        unscaled: The unscaled gradients and their finiteness (`Unscaled`); None while they carry a scale.
+        norm: Their norm before clipping; None where nobody measured it.
+        brought: The scale that gradients which were there before the first backward were brought to, in its body.
+        skipped: The last step was skipped, and its gradients were not cleared by the wrapper.
+    """
+
+    __slots__ = ("brought", "norm", "skipped", "unscaled")
+
+    def __init__(self) -> None:
+        self.unscaled: Any = None
+        self.norm: Any = None
+        self.brought: Scalar = None
+        self.skipped = False
+
+    def note_norm(self, norm: Any) -> None:
+        """Keep the first norm that was measured: later ones are of clipped gradients."""
+        if self.norm is None:
+            self.norm = norm
+
+    def forget(self) -> None:
+        """Forget gradients that were used or cleared."""
+        self.unscaled = self.norm = None
 
 
 _living: weakref.WeakSet[GenericOptimizer] = weakref.WeakSet()  # some may share gradients
@@ -165,16 +192,15 @@ class GenericOptimizer(WrappedOptimizer):
 
     def __init__(self, backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Wrap; the raw optimizer is not touched."""
-        self.optimizer = optimizer
         self.ampx_member = member
         member.belong_to(self)
         self._backend = backend
+        self._implicit = backend.capabilities.gradients == "implicit"
         self._plan: CastPlan | None = options.get("plan")
         self._max_grad_norm: float | None = options.get("max_grad_norm")
         self._max_grad_value: float | None = options.get("max_grad_value")
-        self._unscaled: Unscaled | None = None
-        self._norm: Any = None
-        self._brought: Scalar = None  # the scale that gradients which were there already were brought to
+        self._pending = PendingGradients()
+        self.optimizer = optimizer  # last: from here on, names of the raw optimizer are set on it
         self._live()
 
     def _live(self) -> None:
@@ -203,10 +229,6 @@ class GenericOptimizer(WrappedOptimizer):
         self.ampx_member.belong_to(self)
         self._live()
 
-    @property
-    def _implicit(self) -> bool:
-        return self._backend.capabilities.gradients == "implicit"
-
     def step(self, grads: Any = None) -> None:
         """Unscale if not done, check, clip, apply or skip, move the loss scale.
 
@@ -221,24 +243,23 @@ class GenericOptimizer(WrappedOptimizer):
         Sync: as the backend's `unscale`.
         """
         member = self.ampx_member
+        if member.observers:
+            member.begin_step(self)
         grads = self._collect(grads)
         if not member.group.enabled:
             self._apply(self._clip(grads))
-            self._norm = None
+            self._pending.forget()
             member.note_result(UNCHECKED)
             return
-        if not (self._implicit and _is_empty(grads) and member.stage == "idle"):
+        empty = _is_empty(grads)
+        if not (empty and self._implicit and member.stage == "idle"):
             member.check_step()
-        if _is_empty(grads):
+        if empty:
             self._close_empty()
             return
         if member.backwards:
             member.check_backward()
-        if self._unscaled is None:
-            self._unscale(grads)
-        else:
-            self._look_again()
-        grads, finite = self._check()
+        grads, finite = self._check(self._unscale(grads) if self._pending.unscaled is None else self._look_again())
         member.begin_change()  # nobody can tell how far an update came that raised
         if all(finite.values()):
             self._apply(self._clip(grads))
@@ -255,13 +276,13 @@ class GenericOptimizer(WrappedOptimizer):
         return self._backend.gradients(self.optimizer)
 
     def _unscale(self, grads: Any) -> Unscaled:
-        """Make gradients true that are not yet, and note it."""
+        """Unscale gradients that are not yet, and note it."""
         member = self.ampx_member
         factor = 1.0 if member.stage == "unscaled" else member.factor
         self._check_divided_once(grads, factor)
         member.begin_change()
         try:
-            unscaled = self._unscaled = self._backend.unscale(grads, factor)
+            unscaled = self._pending.unscaled = self._backend.unscale(grads, factor)
         except AmpxError:  # a refusal comes before anything is divided
             member.end_change()
             raise
@@ -278,7 +299,7 @@ class GenericOptimizer(WrappedOptimizer):
             return
         own = {id(leaf) for leaf in leaves(grads) if leaf is not None}
         for other in list(_living):
-            waits = other.ampx_member.stage == "scaled" or other._brought is not None
+            waits = other.ampx_member.stage == "scaled" or other._pending.brought is not None
             if other.ampx_member is not self.ampx_member and waits and other._backend is self._backend:
                 theirs = self._backend.gradients(other.optimizer)
                 if any(id(leaf) in own for leaf in leaves(theirs)):
@@ -289,14 +310,15 @@ class GenericOptimizer(WrappedOptimizer):
                         "optimizer."
                     )
 
-    def _look_again(self) -> None:
-        """Test true gradients that hang on parameters once more: somebody may have written to them since."""
-        grads, finite = self._backend.gradients(self.optimizer), self._unscaled is None or bool(self._unscaled.finite)
-        self._unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
+    def _look_again(self) -> Unscaled:
+        """Test unscaled gradients that hang on parameters once more: somebody may have written to them since."""
+        grads, finite = self._backend.gradients(self.optimizer), bool(self._pending.unscaled.finite)
+        unscaled = self._pending.unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
+        return unscaled
 
-    def _check(self) -> tuple[Any, dict[int, bool]]:
-        """Return the true gradients, and by loss id whether they are finite. Sync: one where that is on the device."""
-        grads, flag = cast("Unscaled", self._unscaled)
+    def _check(self, unscaled: Unscaled) -> tuple[Any, dict[int, bool]]:
+        """Return the unscaled gradients, and their finiteness by loss id. Sync: one where that is on the device."""
+        grads, flag = unscaled
         finite = bool(flag)
         by_loss = self.ampx_finite_by_loss(finite)
         if not finite and all(by_loss.values()):  # each by itself, but not their sum
@@ -304,53 +326,66 @@ class GenericOptimizer(WrappedOptimizer):
         return grads, by_loss
 
     def _clip(self, grads: Any) -> Any:
-        """Clip true gradients as `wrap_optimizer` was asked to."""
+        """Clip unscaled gradients as `wrap_optimizer` was asked to."""
         if self._max_grad_norm is not None or self._max_grad_value is not None:
             grads, norm = self._backend.clip(grads, self._max_grad_norm, self._max_grad_value)
-            self._norm = norm if self._norm is None else self._norm
+            self._pending.note_norm(norm)
         return grads
 
     def _apply(self, grads: Any) -> None:
         """Update with true, finite gradients, casting off: an optimizer that multiplies matrices would be cast."""
-        with nullcontext() if self._plan is None else self._backend.autocast(self._plan, False):
+        if self._plan is None:
             self._backend.apply(self.optimizer, grads)
+        else:
+            with self._backend.autocast(self._plan, False):
+                self._backend.apply(self.optimizer, grads)
 
     def _skip(self) -> None:
         """Leave the weights as they are; a framework may have more to do."""
+        self._pending.skipped = self._implicit
 
     def _close(self, finite: dict[int, bool]) -> None:
         """Note the outcome by loss id and move the loss scale; the norm is read by `last_step`, not here."""
-        norm = self._norm
-        self._unscaled = self._norm = None
+        norm = self._pending.norm
+        self._pending.forget()
         self.ampx_member.finish(finite, norm)
 
     def _close_empty(self) -> None:
         """End a step that found no gradients: it counts for nothing."""
-        self._unscaled = self._norm = None
+        self._pending.forget()
         self.ampx_member.finish_empty()
 
     def ampx_check_backward(self, loss_id: int) -> None:
-        """Raise where the backend refuses to divide gradients that are there before a window."""
+        """Raise where gradients that are there before a window cannot be divided, or are those of a skipped step."""
         grads = self._backend.gradients(self.optimizer) if self._implicit and self.ampx_member.stage == "idle" else None
-        if not _is_empty(grads):
-            self._backend.unscale(grads, 1.0)
+        if _is_empty(grads):
+            return
+        finite = self._backend.unscale(grads, 1.0).finite
+        if self._pending.skipped and not finite:
+            raise ProtocolError(
+                "scale_loss was called while gradients of a skipped step hang on the parameters; they are not finite, "
+                "and what is added to them will not be; accepted: cleared gradients. Call opt.zero_grad() first."
+            )
 
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
         """Bring gradients that are there before a window to its scale: the step before left them true."""
         if self._implicit and self.ampx_member.stage == "idle":
+            if self._pending.skipped:
+                self.ampx_check_backward(loss_id)
+                self._pending.skipped = False
             self._check_divided_once(self._backend.gradients(self.optimizer), scale)
             self._divide(1.0 / scale)
-            self._brought = scale
+            self._pending.brought = scale
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Keep them so."""
-        self._brought = None
+        self._pending.brought = None
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Make them true again, with those of the body that raised."""
-        if self._brought is not None:
-            self._divide(self._brought)
-            self._brought = None
+        if self._pending.brought is not None:
+            self._divide(self._pending.brought)
+            self._pending.brought = None
 
     def _divide(self, divisor: Scalar) -> None:
         """Divide gradients on the parameters; entering or leaving the body ends the change."""
@@ -375,11 +410,12 @@ class GenericOptimizer(WrappedOptimizer):
         self.ampx_member.begin_clear()
         if self._implicit:
             self._backend.zero_gradients(self.optimizer)
-        self._unscaled = self._norm = None
+        self._pending.forget()
+        self._pending.skipped = False
         self.ampx_member.end_clear()
 
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true, in place on the parameters."""
+        """Unscale the pending gradients, in place on the parameters."""
         self._needs_implicit("unscale")
         if self.ampx_member.stage == "unscaled" or not self.ampx_member.group.enabled:
             return
@@ -393,7 +429,7 @@ class GenericOptimizer(WrappedOptimizer):
             self._unscale(grads)
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Clip the true gradients."""
+        """Clip the unscaled gradients."""
         self._needs_implicit("clip_grad_norm")
         self.ampx_unscale()
         member = self.ampx_member
@@ -402,11 +438,20 @@ class GenericOptimizer(WrappedOptimizer):
             return self._backend.clip(grads, max_norm, None)[1]
         member.begin_change()
         clipped, norm = self._backend.clip(grads, max_norm, None)
-        if self._unscaled is not None:
-            self._unscaled = Unscaled(clipped, self._unscaled.finite)
-        self._norm = norm if self._norm is None else self._norm
+        pending = self._pending
+        if pending.unscaled is not None:
+            pending.unscaled = Unscaled(clipped, pending.unscaled.finite)
+        pending.note_norm(norm)
         member.end_change()
         return norm
+
+    def ampx_is_cleared(self) -> bool:
+        """Return whether unscaled gradients were cleared, and not by this wrapper."""
+        return self._implicit and _is_empty(self._backend.gradients(self.optimizer))
+
+    def ampx_notice_cleared(self) -> None:
+        """Forget them: a step skipped by hand."""
+        self.zero_grad()
 
     def _needs_implicit(self, call: str) -> None:
         if not self._implicit:

@@ -407,7 +407,7 @@ class Registry:
             except AmpxError as error:
                 self.broken[label] = error
             except (Exception, SystemExit) as error:
-                # Whatever a stranger's module raises must not reach those who did not ask for it.
+                # Whatever an unknown module raises must not reach code that did not ask for it.
                 broken = PluginError(
                     f"plugin {entry_point.name!r} ({entry_point.value}) cannot be imported: {error!r}; accepted: a "
                     f"module that imports without its framework. Correct, update or uninstall it, or set "

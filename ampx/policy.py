@@ -146,7 +146,7 @@ _KEYS: Final = ("schema", "framework", "dtype", "level", "loss_scale", "allow", 
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """What a policy file says: arguments of `init` that somebody has measured.
+    """The content of a policy file: measured arguments of `init`.
 
     Attributes:
         framework: Whose script it was measured on; None for any.

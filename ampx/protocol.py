@@ -14,17 +14,44 @@ from __future__ import annotations
 import abc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from .errors import NestedScaleError, NotScaledError, ProtocolError
 from .events import Event, Progress, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
+from .rooms import import_part, is_there
 from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
 METER_EVERY: Final = 100
+METER_SAMPLES: Final = 4096
+_METER: Final = "ampx.numerics.host_meter"  # loaded by the first optimizer that has one
 UNREACHED_STEPS: Final = 3  # so many in a row are no accident
 WAITING_STEPS: Final = 50  # nor is it that a loss scale waits so long for one of those who share it
+
+
+class NotCopied:
+    """State of a wrapper that belongs to the running process: a copy of the wrapper makes its own."""
+
+    __slots__ = ()
+
+
+class StepObserver(abc.ABC):
+    """Looks on at the steps of an optimizer, which do not know what for; changes nothing."""
+
+    @abc.abstractmethod
+    def before(self, optimizer: Any) -> bool:
+        """Look at a wrapped optimizer whose step begins, before it divides; return whether to look `after` it, too."""
+
+    @abc.abstractmethod
+    def after(self, optimizer: Any, finite: Mapping[int, Any]) -> None:
+        """Look at it after the step, when the scale has moved and events were sent.
+
+        Args:
+            optimizer: The wrapped optimizer.
+            finite: Finiteness by loss id, as `Member.finish` got it: where one is not, the step was skipped.
+        """
 
 
 class Ledger(abc.ABC):
@@ -85,8 +112,8 @@ HOST_LEDGER: Final = HostLedger()
 
 
 # idle: no scaled gradients. inside: a scale_loss body runs. scaled: gradients carry the scale.
-# unscaled: gradients are true and wait for the step. interrupted: gradients, weights or the scale are being changed;
-# nobody sees this stage unless an exception ended the change half-way.
+# unscaled: gradients are so, and wait for the step. interrupted: gradients, weights or the scale are being changed;
+# this stage is seen only where an exception ended the change half-way.
 Stage: TypeAlias = Literal["idle", "inside", "scaled", "unscaled", "interrupted"]
 Emit: TypeAlias = Callable[[str, Event], None]
 # What one scale_loss body found and brings: stage and factors before, its own factor and loss id. Known by identity.
@@ -102,7 +129,7 @@ class Outcome:
     member: Member
     finite: dict[int, Any]  # finiteness by loss id; bools, or device scalars until a `Ledger` resolves them
     scale: Scalar  # the loss scale that the gradients carried
-    grad_norm: Any = None  # norm of the true gradients, a number or a device scalar, or None
+    grad_norm: Any = None  # norm of the unscaled gradients, a number or a device scalar, or None
     latest: bool = True  # no step of the member without gradients came since, of which `last_step` tells
 
 
@@ -115,6 +142,35 @@ class Standing:
     states: dict[int, LossScaleState]  # by loss id, after the step
     skipped: dict[int, int]  # by loss id, steps skipped so far
     norms: tuple[Any, ...]  # norms of the gradients, one a member that stepped; none after a skipped step
+
+
+def default_meter_every() -> int:
+    """Return `METER_EVERY`; 0 where the meter was taken out."""
+    return METER_EVERY if is_there(_METER) else 0
+
+
+class NoMeter(StepObserver):
+    """Stands for the meter where that was taken out: it looks at no step."""
+
+    def before(self, optimizer: Any) -> bool:
+        """Return that nothing looks at a step that begins."""
+        return False
+
+    def after(self, optimizer: Any, finite: Mapping[int, Any]) -> None:
+        """Look at nothing."""
+
+    def last(self) -> None:
+        """Return that no update was looked at."""
+
+
+def make_meter(compute: str, look: Callable[[Any, bool], Any]) -> Any:
+    """Make the meter of an optimizer whose loss scale lives on the host, an `ampx.numerics.host_meter.HostMeter`.
+
+    Args:
+        compute: The compute dtype.
+        look: As the meter takes it.
+    """
+    return import_part(_METER, "the meter").HostMeter(compute, look) if is_there(_METER) else NoMeter()
 
 
 @dataclass(eq=False)
@@ -132,7 +188,7 @@ class ScaleGroup:
     members: list[Member] = field(default_factory=list)
     window: list[Outcome] = field(default_factory=list)
     emit: Emit | None = None  # receives the framework's name and an event; None for nobody
-    meter_every: int = METER_EVERY  # every so many steps the meter looks at an update
+    meter_every: int = field(default_factory=default_meter_every)  # every so many steps the meter looks at an update
     meter_asked: bool = False  # whether somebody said so, and not the default
     intervals: Sequence[int] = ()  # every so many steps somebody wants `Progress`; those who log change it
     skipped: dict[int, int] = field(default_factory=dict)  # skipped steps by loss id
@@ -166,7 +222,7 @@ class ScaleGroup:
         self.ledger.reload(self)
 
     def unsettled(self, member: Member) -> StepResult | None:
-        """Return what a member's step did while the group still waits for others; None where it waits for nobody.
+        """Return what a member's step did while the group waits for other members; None where it waits for none.
 
         The scale moves with the last member's step, so `next_scale` is the present one.
 
@@ -231,7 +287,7 @@ class ScaleGroup:
             self._due.append(Standing(self.steps, scales, dict(self.states), dict(self.skipped), norms))
 
     def reports(self, step: int, since: int | None = None) -> bool:
-        """Return whether somebody wants `Progress` of a step.
+        """Return whether a listener wants `Progress` of a step.
 
         Args:
             step: Its number.
@@ -349,11 +405,11 @@ class Handle(abc.ABC):
 
     @abc.abstractmethod
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true; idempotent until the next step."""
+        """Unscale the pending gradients; idempotent until the next step."""
 
     @abc.abstractmethod
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Unscale, clip the true gradients by global L2 norm and return the norm before clipping."""
+        """Unscale, clip the unscaled gradients by global L2 norm and return the norm before clipping."""
 
     @property
     def meter(self) -> Any:
@@ -361,7 +417,7 @@ class Handle(abc.ABC):
         return None
 
     def ampx_observe(self, sent: dict[int, int]) -> StepResult | None:
-        """Send the events of the last step if nobody did, and return its result.
+        """Send the events of the last step, unless they were sent, and return its result.
 
         Args:
             sent: By position of the group, the last step whose events this session has sent.
@@ -402,20 +458,23 @@ class Member:
         self._result: StepResult | tuple[Any, ...] | None = None
         # The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
         self.held: list[Any] = []
-        # What says whether backward was called on the scaled losses; asked for until it was, or a step found gradients.
+        # Functions that return whether backward was called on the scaled losses; kept until it was, or a step
+        # found gradients.
         self.sees_backward = False
         self.backwards: list[Callable[[], bool | None]] = []
         # The body that runs. It stays when zero_grad clears the gradients inside it: the stage is "idle" then.
         self._region: Region | None = None
         self._after: Stage = "idle"  # what `end_change` goes to
         self._owner: Callable[[], Any] | None = None
+        self.observers: tuple[StepObserver, ...] = ()
+        self._looking: list[Callable[[Mapping[int, Any]], None]] = []  # of those of them that look after the step, too
 
     def belong_to(self, optimizer: Any) -> None:
         """Note whose member this is; the scale does not wait for the step of an optimizer that is gone."""
         self._owner = weakref.ref(optimizer)
 
     def owner_of(self, optimizer: Any) -> Any:
-        """Return the optimizer whose member this is, where another library's object stands for it and derives from it.
+        """Return the optimizer of this member, or the object of another library that derives from it in its place.
 
         What such an object (Fabric's, Lightning's) were told would stay with it, and its optimizer would not know.
         """
@@ -492,6 +551,8 @@ class Member:
             NestedScaleError: A `scale_loss` body is still running.
             ProtocolError: A call was interrupted.
         """
+        if self.stage in ("scaled", "unscaled"):
+            return
         if self.stage == "idle" and self._region is None:
             raise NotScaledError(
                 "the gradients did not go through scale_loss since the last step; dividing them by the loss scale "
@@ -505,7 +566,7 @@ class Member:
         self._check_interrupted("step, unscale or clip_grad_norm")
 
     def watch_backward(self, answers: Sequence[Callable[[], bool | None]]) -> None:
-        """Take what says whether backward is called on losses; it keeps their graphs alive until one is seen."""
+        """Keep functions that return whether backward was called on losses; they hold the graphs until one was seen."""
         if not self._note_backward():
             self.backwards += answers
 
@@ -616,7 +677,7 @@ class Member:
         self.stage = "scaled"
 
     def note_unscaled(self, factor: Scalar = None) -> None:
-        """Note that the gradients are true and wait for the step.
+        """Note that the gradients are unscaled and wait for the step.
 
         Args:
             factor: The scale (of loss id 0) that the step tells, where they never went through a body.
@@ -633,6 +694,13 @@ class Member:
         """Forget pending gradients that others replace within the same step: the group is not told."""
         self._reset()
 
+    def begin_step(self, optimizer: Any) -> None:
+        """Have the observers look at a step that begins; `finish` has them look again. Sync: as they need."""
+        self._looking = []
+        for observer in self.observers:
+            if observer.before(optimizer):
+                self._looking.append(partial(observer.after, optimizer))
+
     def note_result(self, result: StepResult) -> None:
         """Note what a step did that was not counted here."""
         self._result = result
@@ -642,7 +710,7 @@ class Member:
 
         Args:
             finite: Finiteness by loss id; device scalars where the group's ledger resolves them.
-            grad_norm: Norm of the true gradients, or None.
+            grad_norm: Norm of the unscaled gradients, or None.
             scale: The scale that they carried; None for that of the lowest loss id, as noted or as it is now.
 
         Sync: as the group's ledger.
@@ -661,6 +729,10 @@ class Member:
             group.send_events()
         if len(group.window) == WAITING_STEPS and group.config.dynamic and self._owner is not None:
             self._owner().ampx_warn_waiting(WAITING_STEPS)
+        if self._looking:
+            looking, self._looking = self._looking, []
+            for look in looking:
+                look(finite)
 
     def finish_empty(self, applied: bool = False) -> None:
         """Close a step that found no gradients: it is not counted, and the scale stays.
@@ -716,8 +788,12 @@ class Member:
         self.stage = "idle"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the body that runs, which a copy is never in, and the optimizer: its copy says that it is there."""
-        return {**self.__dict__, "_region": None, "backwards": [], "_owner": None if self._owner is None else _nobody}
+        """Leave out the body that runs, which a copy is never in, and the optimizer: its copy says that it is there.
+
+        So do its observers.
+        """
+        kept = {**self.__dict__, "_region": None, "backwards": [], "observers": (), "_looking": []}
+        return {**kept, "_owner": None if self._owner is None else _nobody}
 
 
 def _nobody() -> None:

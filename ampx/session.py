@@ -43,6 +43,7 @@ from .optimizer import (
 from .plugins import Registry, default_registry, known_failure
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
 from .protocol import Handle, Member, ScaleGroup
+from .rooms import import_part
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale, is_one
 from .scaling import LossT, ScaleLoss
@@ -138,8 +139,8 @@ class Amp:
         Args:
             opt: An optimizer of the framework, or a list of them: a list shares one loss scale.
             loss_scale: As in `init`; None for the session's.
-            max_grad_norm: Clip the true gradients to this global L2 norm in every step.
-            max_grad_value: Clip every element of the true gradients to ±this value, before the norm.
+            max_grad_norm: Clip the unscaled gradients to this global L2 norm in every step.
+            max_grad_value: Clip every element of the unscaled gradients to ±this value, before the norm.
             **options: What the backend accepts beyond (torch: `process_group`, `device_scale`, `fused`,
                 `capturable`; mxnet: `in_place`).
 
@@ -183,6 +184,8 @@ class Amp:
         group = new_group(self.framework, config, self.enabled)
         group.index = len(self.live_groups()) + self._transformations
         if self.meter_every is not None:
+            if self.meter_every:
+                import_part("ampx.numerics.meter", "amp.meter_every")
             group.meter_every, group.meter_asked = self.meter_every, True
         wrapped: list[Any] = []
         try:
@@ -272,7 +275,7 @@ class Amp:
             max_norm: Largest norm that stays as it is; positive.
 
         Returns:
-            The norm of the true gradients before clipping, as the framework's scalar.
+            The norm of the unscaled gradients before clipping, as the framework's scalar.
 
         Raises:
             NotScaledError: No `scale_loss` came since the last step.

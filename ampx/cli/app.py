@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ampx.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    from ampx.run.command import RunRequest
 
 _FRAMEWORK = typer.Option(help="Name of the framework, such as torch.", show_default=False)
 _JSON = typer.Option("--json", help="Print JSON instead of tables.")
@@ -65,6 +68,13 @@ def _write_report(report: Path | None, result: dict[str, Any], as_json: bool) ->
             typer.echo(f"Report: {report}")
 
 
+class StartProgram(BaseException):
+    """Carries a request out of the command line's parser, which would catch exceptions that are the script's."""
+
+    def __init__(self, request: RunRequest) -> None:
+        self.request = request
+
+
 app = typer.Typer(
     help="One mixed-precision training API for every framework.",
     no_args_is_help=True,
@@ -90,8 +100,6 @@ def run() -> int:
 
 
 def _run() -> int:
-    from ampx.run.command import StartProgram
-
     arguments, launched = sys.argv[1:], []
     # torch.distributed.launch puts its own argument first, before the command's name; it is meant for the script.
     if arguments[:1] and arguments[0].startswith(("--local-rank=", "--local_rank=")) and "run" in arguments[1:2]:
@@ -123,7 +131,7 @@ def options(
 
 
 def _spelled(dtype: str) -> str:
-    from ampx.numerics.formats import spelled
+    from ampx.formats import spelled
 
     return spelled(dtype)
 
@@ -141,7 +149,7 @@ _SEED = typer.Option(help="What the random numbers of every run start from.")
 _OWN = typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
 
 
-# `--help` lists the commands in the order in which they stand here: what most users came for goes first. It keeps the
+# `--help` lists the commands in this order: the most wanted first. It keeps the
 # line ends of all paragraphs but the first, so those lines are short.
 # What follows the script's name is the script's: parsing stops there.
 @app.command("run", context_settings={"allow_interspersed_args": False})
@@ -176,9 +184,9 @@ def run_script(
     log_every: Annotated[int, typer.Option(min=1, help="Steps between two rows of --log.")] = 100,
     stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
 ) -> None:
-    """Train an unedited script in mixed precision, and tell what happened when it ends."""
+    """Train an unedited script in mixed precision, and report what happened when it ends."""
     from ampx.run import RunSettings
-    from ampx.run.command import RunRequest, StartProgram, check_report
+    from ampx.run.command import RunRequest, check_report
     from ampx.run.program import Program
 
     check_report(report)

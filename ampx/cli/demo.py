@@ -334,7 +334,7 @@ class DigitsTrainer(Demo):
         return nullcontext()
 
     def shuffle(self, images: int, seed: int) -> Callable[[], Any]:
-        """Return what gives the order of the images for an epoch."""
+        """Return a function that gives the order of the images in an epoch."""
         import numpy as np
 
         random = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""What `ampx new-backend` does: write the package of a backend that somebody is going to fill in."""
+"""What `ampx new-backend` does: write the package of a backend to fill in."""
 
 from __future__ import annotations
 

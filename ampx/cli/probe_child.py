@@ -16,6 +16,7 @@ import ampx
 from ampx.backend import CONTRACTS, Backend, find_offer, offer
 from ampx.plugins import default_registry
 from ampx.policy import OptLevel
+from ampx.rooms import is_there
 
 
 def run(question: str, arguments: list[Any]) -> None:
@@ -141,6 +142,8 @@ def _unusable_offers(backend: Backend) -> dict[str, str]:
     """Return, by name, why what a backend offers cannot be loaded."""
     reasons = {}
     for name, place in backend.offers.items():
+        if not is_there(CONTRACTS[name].partition(":")[0]):
+            continue  # nobody asks for it: the feature has been taken out of ampx
         try:
             if find_offer(backend, pkgutil.resolve_name(CONTRACTS[name])) is None:
                 reasons[name] = f"{place} is not in this installation"

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from ampx.syntax.program import constant, keywords
+
 from .problem import Place
 from .script import Script
 
@@ -35,17 +37,22 @@ def backward_in_a_region(script: Script) -> Iterator[Place]:
 def bce_of_probabilities(script: Script) -> Iterator[Place]:
     """Binary cross entropy of float16 probabilities."""
     for call in script.calls:
-        is_loss = bool(script.names(call.func) & _BCE) or (
-            isinstance(call.func, (ast.Name, ast.Attribute)) and "torch.nn.BCELoss" in script.made_by(call.func)
-        )
-        region = script.region(call) if is_loss else None
-        if region is not None and region.enabled and region.dtype != "bfloat16" and region.device != "cpu":
+        region = script.region(call)
+        if region is None or not region.enabled or region.dtype == "bfloat16" or region.device == "cpu":
+            continue
+        if _is_bce(script, call):
             name = script.program.code(call.func)
             yield (
                 call,
                 f"`{name}` takes probabilities, whose logarithm float16 cannot hold; torch refuses it in a region on "
                 "a GPU: use binary_cross_entropy_with_logits",
             )
+
+
+def _is_bce(script: Script, call: ast.Call) -> bool:
+    if script.names(call.func) & _BCE:
+        return True
+    return isinstance(call.func, (ast.Name, ast.Attribute)) and "torch.nn.BCELoss" in script.made_by(call.func)
 
 
 def emulated_bfloat16(script: Script) -> Iterator[Place]:
@@ -61,26 +68,29 @@ def emulated_bfloat16(script: Script) -> Iterator[Place]:
 
 def softmax_in_float16(script: Script) -> Iterator[Place]:
     """The last layer of a Keras model gives float16 probabilities."""
-    policies = [
-        call
-        for call in script.calls
-        if any(name.rpartition(".")[2] in _POLICIES for name in script.names(call.func))
-        and any(isinstance(value, ast.Constant) and value.value == "mixed_float16" for value in call.args)
-    ]
-    for call in script.calls if policies else ():
-        names = {name for name in script.names(call.func) if "keras" in name.split(".")}
-        last = {name.rpartition(".")[2] for name in names}
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        activation = keywords.get("activation") if "Dense" in last else None
-        if "Activation" in last and call.args:
-            activation = call.args[0]
-        is_softmax = isinstance(activation, ast.Constant) and activation.value in ("softmax", "sigmoid")
-        if is_softmax and "dtype" not in keywords and _is_last(script, call):
+    if not any(_sets_mixed_float16(script, call) for call in script.calls):
+        return
+    for call in script.calls:
+        is_softmax = constant(_activation(script, call)) in ("softmax", "sigmoid")
+        if is_softmax and "dtype" not in keywords(call) and _is_last(script, call):
             yield (
                 call,
                 "under mixed_float16 this last layer gives float16 probabilities, of which small ones are 0; pass "
                 '`dtype="float32"`',
             )
+
+
+def _sets_mixed_float16(script: Script, call: ast.Call) -> bool:
+    sets = any(name.rpartition(".")[2] in _POLICIES for name in script.names(call.func))
+    return sets and any(constant(value) == "mixed_float16" for value in call.args)
+
+
+def _activation(script: Script, call: ast.Call) -> ast.expr | None:
+    """Return the activation that a layer of Keras is made with."""
+    layers = {name.rpartition(".")[2] for name in script.names(call.func) if "keras" in name.split(".")}
+    if "Activation" in layers and call.args:
+        return call.args[0]
+    return keywords(call).get("activation") if "Dense" in layers else None
 
 
 def _is_last(script: Script, call: ast.Call) -> bool:

@@ -4,45 +4,49 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
-from ampx.syntax.program import called_name, dotted
+from ampx.syntax.program import called_name, constant, dotted, receiver
 
 from .problem import Place
-from .script import SCALERS, Event, Script, dtype_of
+from .script import SCALERS, Event, Kind, Script, dtype_of
 
 _AVERAGES: Final = {"ema", "model_ema", "ema_model", "ema_net", "net_ema", "swa_model", "averaged_model"}
+_OPTIMIZER: Final = re.compile(r"optim|(^|[._])opt", flags=re.I)
 # Libraries that scale the loss, or move a schedule, somewhere else.
 _ELSEWHERE: Final = re.compile(r"GradScaler|[Ss]caler|scale_loss|accelerat|deepspeed|[Ff]abric|[Ll]ightning|ampx|apex")
+
+
+def _of_kind(events: Sequence[Event], *kinds: Kind) -> list[Event]:
+    return [event for event in events if event.kind in kinds]
 
 
 def clipped_while_scaled(script: Script) -> Iterator[Place]:
     """Clipping bounds scaled gradients."""
     for function, events in script.events.items():
-        for clip in (event for event in events if event.kind == "clip"):
-            before = [event for event in events if script.is_before(event.node, clip.node)]
-            earlier = [event for event in before if not script.excludes(event.node, clip.node)]
-            scaled = [event for event in earlier if event.kind == "scaled" and _shares(script, clip, event)]
-            if not scaled or _mentions(script, function, "unscale", clip.node):
-                continue
-            scaler = scaled[-1].scaler
-            name = script.program.code(clip.node.func)
-            if scaler.endswith(".scale_loss"):
-                yield from _clipped_beside_block(script, clip, scaled[-1], name)
-            elif any(
-                event.kind == "step"
-                and event.scaler == scaler
-                and script.is_before(clip.node, event.node)
-                and not script.excludes(event.node, clip.node)
-                for event in events
-            ):
-                yield (
-                    clip.node,
-                    f"`{name}` bounds gradients that still carry the loss scale of `{scaler}`; call "
-                    f"`{scaler}.unscale_(optimizer)` before it",
-                )
+        for clip in _of_kind(events, "clip"):
+            scaled = [
+                event
+                for event in _of_kind(events, "scaled")
+                if script.comes_before(event.node, clip.node) and _shares(script, clip, event)
+            ]
+            if scaled and not _mentions(script, function, "unscale", clip.node):
+                yield from _clipped(script, events, clip, scaled[-1])
     yield from _clipped_tape(script)
+
+
+def _clipped(script: Script, events: Sequence[Event], clip: Event, scaled: Event) -> Iterator[Place]:
+    scaler, name = scaled.scaler, script.program.code(clip.node.func)
+    steps = [event for event in _of_kind(events, "step") if event.scaler == scaler]
+    if scaler.endswith(".scale_loss"):
+        yield from _clipped_beside_block(script, clip, scaled, name)
+    elif any(script.comes_before(clip.node, step.node) for step in steps):
+        yield (
+            clip.node,
+            f"`{name}` bounds gradients that still carry the loss scale of `{scaler}`; call "
+            f"`{scaler}.unscale_(optimizer)` before it",
+        )
 
 
 def _shares(script: Script, clip: Event, scaled: Event) -> bool:
@@ -83,27 +87,16 @@ def _clipped_tape(script: Script) -> Iterator[Place]:
     """Gradients of a scaled loss from a tape, clipped before the optimizer divides them."""
     clips = ("tensorflow.clip_by_global_norm", "tensorflow.clip_by_norm", "tensorflow.clip_by_value")
     for clip in script.calls_of(clips):
-        function = script.program.function(clip)
-        scaled = {
-            dotted(target)
-            for assign in script.program.every(ast.Assign)
-            if script.program.function(assign) is function
-            and isinstance(assign.value, ast.Call)
-            and called_name(assign.value) in ("get_scaled_loss", "scale_loss")
-            for target in assign.targets
-        }
-        names = {dotted(argument) for argument in clip.args[:1]} | {
-            node.id for argument in clip.args[:1] for node in ast.walk(argument) if isinstance(node, ast.Name)
-        }
-        assigned = [
-            assign
-            for assign in script.program.every(ast.Assign)
-            if script.program.function(assign) is function
-            and script.is_before(assign, clip)
-            and any(dotted(target) in names for target in assign.targets)
+        assigned = script.assignments_in(script.program.function(clip))
+        scaled = [assign for assign in assigned if called_name(assign.value) in ("get_scaled_loss", "scale_loss")]
+        losses = {target for assign in scaled for target in map(dotted, assign.targets)}
+        clipped = _names_in(clip.args[:1])
+        values = [
+            assign.value
+            for assign in assigned
+            if script.is_before(assign, clip) and not clipped.isdisjoint(map(dotted, assign.targets))
         ]
-        values = [assign.value for assign in assigned]
-        if values and all(isinstance(value, ast.Call) and _is_gradient_of(value, scaled) for value in values):
+        if values and all(_is_gradient_of(value, losses) for value in values):
             name = script.program.code(clip.func)
             yield (
                 clip,
@@ -111,35 +104,42 @@ def _clipped_tape(script: Script) -> Iterator[Place]:
             )
 
 
-def _is_gradient_of(call: ast.Call, losses: set[str | None]) -> bool:
-    return called_name(call) == "gradient" and bool(call.args) and dotted(call.args[0]) in losses
+def _names_in(expressions: Sequence[ast.expr]) -> set[str | None]:
+    """Return the texts of some expressions, and the names in them."""
+    inner = {node.id for expression in expressions for node in ast.walk(expression) if isinstance(node, ast.Name)}
+    return {*map(dotted, expressions), *inner}
+
+
+def _is_gradient_of(value: ast.expr, losses: set[str | None]) -> bool:
+    if not isinstance(value, ast.Call) or called_name(value) != "gradient":
+        return False
+    return bool(value.args) and dotted(value.args[0]) in losses
 
 
 def updated_between_steps(script: Script) -> Iterator[Place]:
     """The scale moves while another optimizer's gradients still carry the old one."""
     for events in script.events.values():
-        for position, update in enumerate(events):
-            if update.kind != "update":
-                continue
-            same = [event for event in events if event.scaler == update.scaler]
-            before = [event for event in same if event.kind == "step" and _joined(script, event, update)]
-            before = [event for event in before if script.is_before(event.node, update.node)]
-            for event in events[position + 1 :]:
-                if event.kind == "scaled" and event.scaler == update.scaler:
-                    break
-                if (
-                    event.kind == "step"
-                    and event.scaler == update.scaler
-                    and _joined(script, event, update)
-                    and before
-                    and event.subject not in {step.subject for step in before}
-                ):
-                    yield (
-                        update.node,
-                        f"`{update.scaler}` moves its scale before `{event.subject}` was stepped, whose gradients "
-                        "carry the old one; call it once, after the last step",
-                    )
-                    break
+        for update in _of_kind(events, "update"):
+            late = _stepped_late(script, events, update)
+            if late is not None:
+                yield (
+                    update.node,
+                    f"`{update.scaler}` moves its scale before `{late.subject}` was stepped, whose gradients "
+                    "carry the old one; call it once, after the last step",
+                )
+
+
+def _stepped_late(script: Script, events: Sequence[Event], update: Event) -> Event | None:
+    """Return the first step after an update, in the same pass, of an optimizer that was not stepped before it."""
+    same = [event for event in events if event.scaler == update.scaler]
+    steps = [event for event in _of_kind(same, "step") if _joined(script, event, update)]
+    before = {step.subject for step in steps if script.is_before(step.node, update.node)}
+    for event in same[same.index(update) + 1 :] if before else ():
+        if event.kind == "scaled":
+            return None
+        if event in steps and event.subject not in before:
+            return event
+    return None
 
 
 def _joined(script: Script, first: Event, second: Event) -> bool:
@@ -149,7 +149,7 @@ def _joined(script: Script, first: Event, second: Event) -> bool:
 def moved_on_skipped_steps(script: Script) -> Iterator[Place]:
     """A schedule or an average moves on though the step was skipped."""
     for function, events in script.events.items():
-        steps = [event for event in events if event.kind == "step" and script.program.loops(event.node)]
+        steps = [event for event in _of_kind(events, "step") if script.program.loops(event.node)]
         for call in script.calls_in(function) if steps else ():
             if not any(script.same_pass(call, step.node) and script.is_before(step.node, call) for step in steps):
                 continue
@@ -160,16 +160,24 @@ def moved_on_skipped_steps(script: Script) -> Iterator[Place]:
 
 
 def _moves(script: Script, call: ast.Call) -> str:
-    function = call.func
-    if not isinstance(function, ast.Attribute):
-        return ""
-    made_by = script.made_by(function.value)
-    if function.attr == "step":
-        scheduled = [name for name in made_by if ".lr_scheduler." in name or re.search(r"get_\w*schedule\w*$", name)]
-        return "the learning rate" if scheduled and not any("ReduceLROnPlateau" in name for name in made_by) else ""
-    last = (dotted(function.value) or "").rpartition(".")[2]
-    averages = function.attr == "update_parameters" and any("AveragedModel" in name for name in made_by)
-    return "the average of the weights" if averages or (function.attr == "update" and last in _AVERAGES) else ""
+    """Return what a call moves: "the learning rate", "the average of the weights"; "" for anything else."""
+    owner = receiver(call)
+    match called_name(call):
+        case "step" if owner is not None and _is_schedule(script.made_by(owner)):
+            return "the learning rate"
+        case "update_parameters" if owner is not None:
+            averages = any("AveragedModel" in name for name in script.made_by(owner))
+        case "update":
+            averages = (dotted(owner) or "").rpartition(".")[2] in _AVERAGES
+        case _:
+            return ""
+    return "the average of the weights" if averages else ""
+
+
+def _is_schedule(made_by: Set[str]) -> bool:
+    """Return whether something is a schedule that moves in every pass; one that waits for a plateau does not."""
+    scheduled = any(".lr_scheduler." in name or re.search(r"get_\w*schedule\w*$", name) for name in made_by)
+    return scheduled and not any("ReduceLROnPlateau" in name for name in made_by)
 
 
 def _knows_of_skips(script: Script, function: ast.AST) -> bool:
@@ -187,8 +195,8 @@ def float16_without_scaling(script: Script) -> Iterator[Place]:
             inside = region.node if region.node is function else None
             trains = [
                 event
-                for event in script.events.get(inside or function, [])
-                if event.kind == "backward" and script.is_before(region.call, event.node)
+                for event in _of_kind(script.events.get(inside or function, []), "backward")
+                if script.is_before(region.call, event.node)
             ]
             if region.dtype == "float16" and region.enabled and trains:
                 name = script.program.code(region.call.func)
@@ -203,25 +211,29 @@ def float16_without_scaling(script: Script) -> Iterator[Place]:
 
 def _unwrapped_in_float16(script: Script) -> Iterator[Place]:
     """An optimizer that ampx was never given, in a process in which ampx casts to float16."""
-    inits = [call for call in script.calls_of({"ampx.init"}) if _casts_to_float16(call)]
+    cast = {script.program.function(call) for call in script.calls_of({"ampx.init"}) if _casts_to_float16(call)}
     for function, events in script.events.items():
-        if not any(script.program.function(call) in (function, script.source.tree) for call in inits):
-            continue
-        for step in (event for event in events if event.kind == "raw step"):
-            owner = step.node.func.value if isinstance(step.node.func, ast.Attribute) else step.node
-            before = [
-                event for event in events if _joined(script, event, step) and event.kind in ("scaled", "backward")
-            ]
-            before = [event for event in before if script.is_before(event.node, step.node)]
-            if not before or before[-1].kind == "scaled" or "ampx.wrap_optimizer" in script.made_by(owner):
-                continue
-            if not any("autocast" in script.program.code(item) for item in _entered(script, before[-1].node)):
+        for step in _of_kind(events, "raw step") if cast & {function, script.source.tree} else ():
+            if _applies_unscaled(script, events, step):
                 yield (
                     step.node,
-                    f"`{step.subject}.step()` applies gradients that were computed in float16 of a loss that nobody "
+                    f"`{step.subject}.step()` applies gradients that were computed in float16 of a loss that was not "
                     f"scaled: those below 6e-8 are 0; call `ampx.wrap_optimizer({step.subject})`, and backward in the "
                     "block of `ampx.scale_loss`",
                 )
+
+
+def _applies_unscaled(script: Script, events: Sequence[Event], step: Event) -> bool:
+    """Return whether the last backward before a step is of a plain loss, and casting was on."""
+    before = [
+        event
+        for event in _of_kind(events, "scaled", "backward")
+        if _joined(script, event, step) and script.is_before(event.node, step.node)
+    ]
+    owner = receiver(step.node)
+    if not before or before[-1].kind == "scaled" or owner is None or "ampx.wrap_optimizer" in script.made_by(owner):
+        return False
+    return not any("autocast" in script.program.code(item) for item in _entered(script, before[-1].node))
 
 
 def _casts_to_float16(init: ast.Call) -> bool:
@@ -237,52 +249,39 @@ def _entered(script: Script, node: ast.AST) -> list[ast.expr]:
 
 
 def _tape_without_scaling(script: Script) -> Iterator[Place]:
-    if "mixed_float16" not in script.source.text or re.search(
-        r"scale_loss|get_scaled_loss|LossScaleOptimizer|ampx", script.source.text
-    ):
+    text = script.source.text
+    if "mixed_float16" not in text or re.search(r"scale_loss|get_scaled_loss|LossScaleOptimizer|ampx", text):
         return
-    tapes = {"tensorflow.GradientTape"}
     for call in script.calls:
-        function = call.func
-        if isinstance(function, ast.Attribute) and function.attr == "gradient" and isinstance(function.value, ast.Name):
-            bound = {
-                name
-                for region in script.program.every(ast.With)
-                for item in region.items
-                if dotted(item.optional_vars) == function.value.id and isinstance(item.context_expr, ast.Call)
-                for name in script.names(item.context_expr.func)
-            }
-            if bound & tapes:
-                yield (
-                    call,
-                    "under the policy mixed_float16 a loop of one's own scales no loss: gradients below 6e-8 become 0; "
-                    "use `keras.optimizers.LossScaleOptimizer` and its `scale_loss`",
-                )
+        tape = receiver(call)
+        if called_name(call) != "gradient" or not isinstance(tape, ast.Name):
+            continue
+        if "tensorflow.GradientTape" in _entered_as(script, tape.id):
+            yield (
+                call,
+                "under the policy mixed_float16 a loop of one's own scales no loss: gradients below 6e-8 become 0; "
+                "use `keras.optimizers.LossScaleOptimizer` and its `scale_loss`",
+            )
+
+
+def _entered_as(script: Script, name: str) -> set[str]:
+    """Return the full names of the calls whose context managers are entered under a name."""
+    items = [item for region in script.program.every(ast.With) for item in region.items]
+    entered = [item.context_expr for item in items if dotted(item.optional_vars) == name]
+    return {full for call in entered if isinstance(call, ast.Call) for full in script.names(call.func)}
 
 
 def scale_not_saved(script: Script) -> Iterator[Place]:
     """A checkpoint holds the optimizer and not the loss scale."""
     own = [text for text, call in script.scalers.items() if call is not None and not _is_off(call)]
-    uses_apex = bool(script.calls_of({"apex.amp.initialize"}))
-    if not own and not uses_apex:
+    if not own and not script.calls_of({"apex.amp.initialize"}):
         return
-    texts = "|".join(re.escape(text.rpartition(".")[2]) for text in own) or "amp"
-    if re.search(rf"\b({texts}|amp)\b\.state_dict\(", script.source.text) or any(map(script.leaves, own)):
+    if _saves_scale(script, own) or any(map(script.leaves, own)):
         return
+    scaler = own[0] if own else "amp"
     for call in script.calls_of({"torch.save", "paddle.save"}):
-        saved = call.args[0] if call.args else None
-        if isinstance(saved, ast.Name):
-            origins = script.flow.origins(saved) or []
-            values = [origin.value for origin in origins if origin.value is not None]
-            saved = values[0] if len(values) == 1 else None
-        states = [
-            dotted(inner.func.value) or ""
-            for inner in (ast.walk(saved) if saved is not None else ())
-            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr == "state_dict"
-        ]
-        optimizer = next((text for text in states if re.search(r"optim|(^|[._])opt", text, flags=re.I)), None)
+        optimizer = next((text for text in _saved_states(script, call) if _OPTIMIZER.search(text)), None)
         if optimizer is not None:
-            scaler = own[0] if own else "amp"
             yield (
                 call,
                 f"the checkpoint holds `{optimizer}` and not `{scaler}`: a run that is resumed begins with another "
@@ -290,12 +289,30 @@ def scale_not_saved(script: Script) -> Iterator[Place]:
             )
 
 
+def _saves_scale(script: Script, scalers: Sequence[str]) -> bool:
+    names = "|".join(re.escape(text.rpartition(".")[2]) for text in (*scalers, "amp"))
+    return re.search(rf"\b({names})\b\.state_dict\(", script.source.text) is not None
+
+
+def _saved_states(script: Script, save: ast.Call) -> list[str]:
+    """Return the texts of the objects whose `state_dict()` is in what a call saves."""
+    saved = _only_value(script, save.args[0]) if save.args else None
+    states = [] if saved is None else [inner for inner in ast.walk(saved) if called_name(inner) == "state_dict"]
+    return [dotted(owner) or "" for owner in map(receiver, states) if owner is not None]
+
+
+def _only_value(script: Script, node: ast.expr) -> ast.expr | None:
+    """Return what a name was assigned, None where that is not one expression; any other expression as it is."""
+    if not isinstance(node, ast.Name):
+        return node
+    values = [origin.value for origin in script.flow.origins(node) or () if origin.value is not None]
+    return values[0] if len(values) == 1 else None
+
+
 def _is_off(call: ast.Call | None) -> bool:
     """Return whether the text switches a scaler off; False where it is made elsewhere."""
-    if call is None:
-        return False
-    values = [keyword.value for keyword in call.keywords if keyword.arg in ("enabled", "enable")]
-    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
+    keywords = [] if call is None else call.keywords
+    return any(keyword.arg in ("enabled", "enable") and constant(keyword.value) is False for keyword in keywords)
 
 
 def unscaled_twice(script: Script) -> Iterator[Place]:
@@ -323,18 +340,11 @@ def unscaled_twice(script: Script) -> Iterator[Place]:
 def never_updated(script: Script) -> Iterator[Place]:
     """The scale never moves."""
     for text, call in script.scalers.items():
-        if call is None or script.leaves(text) or _is_off(call):
+        if call is None or script.leaves(text) or _is_off(call) or _is_updated(script, text):
             continue
-        last = text.rpartition(".")[2]
-        updates = any(
-            isinstance(other.func, ast.Attribute)
-            and other.func.attr in ("update", "minimize")
-            and (dotted(other.func.value) or "").rpartition(".")[2] == last
-            for other in script.calls
-        )
-        steps = [event for events in script.events.values() for event in events if event.kind == "step"]
+        steps = [event for events in script.events.values() for event in _of_kind(events, "step")]
         steps = [event for event in steps if event.scaler == text and called_name(event.node) == "step"]
-        if steps and not updates:
+        if steps:
             yield (
                 steps[0].node,
                 f"`{text}.update()` is called nowhere: the scale never moves, and a second `step` raises; call it "
@@ -342,21 +352,26 @@ def never_updated(script: Script) -> Iterator[Place]:
             )
 
 
+def _is_updated(script: Script, scaler: str) -> bool:
+    """Return whether something of a scaler's name is updated anywhere in the file."""
+    updated = [receiver(call) for call in script.calls if called_name(call) in ("update", "minimize")]
+    names = [(dotted(owner) or "").rpartition(".")[2] for owner in updated if owner is not None]
+    return scaler.rpartition(".")[2] in names
+
+
 def _scaled_beside(script: Script, events: Sequence[Event], event: Event) -> list[Event]:
     """Return the backward calls of scaled losses in the same pass as an event."""
     return [
         other
-        for other in events
-        if other.kind == "scaled" and other.scaler in script.scalers and script.same_pass(event.node, other.node)
+        for other in _of_kind(events, "scaled")
+        if other.scaler in script.scalers and script.same_pass(event.node, other.node)
     ]
 
 
 def stepped_by_itself(script: Script) -> Iterator[Place]:
     """The optimizer steps on gradients that carry the scale."""
     for events in script.events.values():
-        for event in events:
-            if event.kind != "raw step":
-                continue
+        for event in _of_kind(events, "raw step"):
             scaled = [
                 other
                 for other in _scaled_beside(script, events, event)
@@ -365,7 +380,7 @@ def stepped_by_itself(script: Script) -> Iterator[Place]:
             if not scaled:
                 continue
             scaler = scaled[-1].scaler
-            divided = any(other.scaler == scaler and other.kind in ("step", "unscale") for other in events)
+            divided = any(other.scaler == scaler for other in _of_kind(events, "step", "unscale"))
             if not divided and not _is_off(script.scalers[scaler]):
                 yield (
                     event.node,
@@ -377,51 +392,54 @@ def stepped_by_itself(script: Script) -> Iterator[Place]:
 def unscaled_beside_scaled(script: Script) -> Iterator[Place]:
     """Gradients of an unscaled loss are divided by the scale."""
     for events in script.events.values():
-        if any(event.kind == "raw step" for event in events):
-            continue
-        for event in events:
-            if event.kind != "backward":
-                continue
+        for event in () if _of_kind(events, "raw step") else _of_kind(events, "backward"):
             branches = script.program.branches(event.node)
             scaled = [
                 other
                 for other in _scaled_beside(script, events, event)
                 if script.program.branches(other.node) == branches
             ]
-            if not scaled:
-                continue
-            last = scaled[-1]
-            earlier, later = sorted((event.node, last.node), key=script.program.order)
-            steps = [other for other in events if other.kind == "step" and script.is_before(earlier, other.node)]
-            between = any(script.is_before(step.node, later) for step in steps)
-            if not between and any(step.scaler == last.scaler for step in steps):
+            if scaled and _step_together(script, events, event, scaled[-1]):
                 loss = event.subject or script.program.code(event.node.func)
                 yield (
                     event.node,
-                    f"the gradients of `{loss}` carry no loss scale and are divided by that of `{last.scaler}`; scale "
-                    "this loss, too",
+                    f"the gradients of `{loss}` carry no loss scale and are divided by that of `{scaled[-1].scaler}`; "
+                    "scale this loss, too",
                 )
     yield from _unscaled_in_block(script)
+
+
+def _step_together(script: Script, events: Sequence[Event], event: Event, scaled: Event) -> bool:
+    """Return whether a step applies the gradients of two backward calls: one after both, and none between them."""
+    earlier, later = sorted((event.node, scaled.node), key=script.program.order)
+    steps = [step for step in _of_kind(events, "step") if script.is_before(earlier, step.node)]
+    between = any(script.is_before(step.node, later) for step in steps)
+    return not between and any(step.scaler == scaled.scaler for step in steps)
 
 
 def _unscaled_in_block(script: Script) -> Iterator[Place]:
     """Backward on the loss that a block was given, where it yields the scaled one."""
     for region, call, _ in script.blocks:
         loss = dotted(call.args[0]) if call.args else None
-        bound = {dotted(node) for node in ast.walk(region) if isinstance(getattr(node, "ctx", None), ast.Store)}
-        if loss is None or loss in bound:
+        if loss is None or loss in map(dotted, _assigned_in(region)):
             continue
         scaled = next((dotted(item.optional_vars) for item in region.items if item.context_expr is call), None)
         for backward in script.calls:
-            if called_name(backward) != "backward" or not script.program.inside(backward, region):
-                continue
-            owner = backward.func.value if isinstance(backward.func, ast.Attribute) else None
-            if loss in (dotted(owner), dotted(backward.args[0]) if backward.args else None):
+            if _is_backward_of(backward, loss) and script.program.inside(backward, region):
                 yield (
                     backward,
                     f"the gradients of `{loss}` carry no loss scale and are divided by it; call backward on "
                     f"{f'`{scaled}`' if scaled else 'what the block yields'}",
                 )
+
+
+def _assigned_in(region: ast.AST) -> Iterator[ast.AST]:
+    return (node for node in ast.walk(region) if isinstance(getattr(node, "ctx", None), ast.Store))
+
+
+def _is_backward_of(call: ast.Call, loss: str) -> bool:
+    """Return whether a call is `loss.backward()`, or `backward(loss)` of anything."""
+    return called_name(call) == "backward" and loss in map(dotted, (receiver(call), *call.args[:1]))
 
 
 def made_in_a_loop(script: Script) -> Iterator[Place]:
@@ -434,9 +452,8 @@ def made_in_a_loop(script: Script) -> Iterator[Place]:
             for event in script.events.get(function, [])
             if loops and all(loop in script.program.loops(event.node) for loop in loops)
         ]
-        scales = any(event.kind == "scaled" for event in inside)
-        stepped = {event.subject for event in inside if event.kind == "step"}
-        if scales and not _is_off(call) and not _assigned(script, function, loops, stepped):
+        stepped = {event.subject for event in _of_kind(inside, "step")}
+        if _of_kind(inside, "scaled") and not _is_off(call) and not _assigned(script, function, loops, stepped):
             yield (
                 call,
                 "a scaler made in a loop begins with its first scale in every pass; make it once, before the loop",
@@ -446,8 +463,7 @@ def made_in_a_loop(script: Script) -> Iterator[Place]:
 def _assigned(script: Script, function: ast.AST, loops: Sequence[ast.AST], names: set[str]) -> bool:
     """Return whether each pass of some loops assigns one of some names: where it is the optimizer, training is new."""
     return any(
-        script.program.function(assign) is function
-        and all(loop in script.program.loops(assign) for loop in loops)
+        all(loop in script.program.loops(assign) for loop in loops)
         and any(dotted(node) in names for target in assign.targets for node in ast.walk(target))
-        for assign in script.program.every(ast.Assign)
+        for assign in script.assignments_in(function)
     )

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
 from ampx.syntax.flow import Flow
-from ampx.syntax.program import FUNCTIONS, Program, Reference, dotted
+from ampx.syntax.program import FUNCTIONS, Program, Reference, called_name, constant, dotted, keywords, receiver
 from ampx.syntax.source import Source
 
 Kind: TypeAlias = Literal["scaled", "backward", "unscale", "clip", "step", "update", "raw step"]
@@ -130,6 +130,10 @@ class Script:
         """Return the calls of a function's own body, or of the module's."""
         return self._by_function.get(function, [])
 
+    def assignments_in(self, function: ast.AST) -> list[ast.Assign]:
+        """Return the assignments of a function's own body, or of the module's."""
+        return [assign for assign in self.program.every(ast.Assign) if self.program.function(assign) is function]
+
     @cached_property
     def _by_function(self) -> dict[ast.AST, list[ast.Call]]:
         calls: dict[ast.AST, list[ast.Call]] = {}
@@ -176,23 +180,21 @@ class Script:
     def _region(self, node: ast.AST, call: ast.Call) -> Region:
         name = next(iter(self.names(call.func) & set(_AUTOCAST)))
         position, default = _AUTOCAST[name]
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        options = keywords(call)
         device: str | None = "cuda" if ".cuda." in name else None
-        first = call.args[0] if call.args else keywords.get("device_type")
-        if default is None and isinstance(first, ast.Constant) and isinstance(first.value, str):
-            device = first.value.partition(":")[0]
+        kind = constant(call.args[0] if call.args else options.get("device_type"))
+        if default is None and isinstance(kind, str):
+            device = kind.partition(":")[0]
             default = {"cuda": "float16", "cpu": "bfloat16"}.get(device)
-        explicit = keywords.get("dtype") or (call.args[position] if len(call.args) > position else None)
+        explicit = options.get("dtype") or (call.args[position] if len(call.args) > position else None)
         dtype = dtype_of(explicit) if explicit is not None else default
-        enabled = keywords.get("enabled", keywords.get("enable"))
-        if enabled is None and call.args and name.startswith("paddle."):
-            enabled = call.args[0]
-        off = isinstance(enabled, ast.Constant) and enabled.value is False
-        return Region(node, call, None if None in keywords else dtype, device, not off)
+        first = call.args[0] if call.args and name.startswith("paddle.") else None
+        enabled = constant(options.get("enabled", options.get("enable", first))) is not False
+        return Region(node, call, None if None in options else dtype, device, enabled)
 
     def region(self, node: ast.AST) -> Region | None:
         """Return the innermost casting region around a node, in its own function."""
-        for outer in self.program.around(node):
+        for outer in self.program.around(node) if self._regions else ():
             if outer in self._regions:
                 return self._regions[outer]
             if isinstance(outer, (*FUNCTIONS, ast.Lambda)):
@@ -209,6 +211,10 @@ class Script:
         """Return whether two nodes stand in different branches of an `if`."""
         others = self.program.branches(second)
         return any(others.get(test, holds) is not holds for test, holds in self.program.branches(first).items())
+
+    def comes_before(self, first: ast.AST, second: ast.AST) -> bool:
+        """Return whether a node stands before another one in the text, and may be reached before it."""
+        return self.is_before(first, second) and not self.excludes(first, second)
 
     def implies(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether the second is reached wherever the first is, as far as `if` and loops say."""
@@ -234,9 +240,8 @@ class Script:
                 if text is not None:
                     scalers[text] = call
         for call in self.calls:  # `scaler.scale(loss).backward()` is nothing else
-            function = call.func
-            if isinstance(function, ast.Attribute) and function.attr == "backward":
-                text = _scaler_of(function.value)
+            if called_name(call) == "backward":
+                text = _scaler_of(receiver(call))
                 if text is not None:
                     scalers.setdefault(text, None)
         return scalers
@@ -267,30 +272,32 @@ class Script:
     def _event(self, call: ast.Call, scaled: dict[tuple[ast.AST, str], str]) -> Event | None:
         if self.names(call.func) & _CLIPS:
             return Event("clip", call)
-        function = call.func
-        if not isinstance(function, ast.Attribute):
-            return None
-        owner = dotted(function.value) or ""
-        argument = dotted(call.args[0]) or "" if call.args else ""
-        match function.attr:
+        holder = receiver(call)
+        return None if holder is None else self._method(call, holder, scaled)
+
+    def _method(self, call: ast.Call, holder: ast.expr, scaled: dict[tuple[ast.AST, str], str]) -> Event | None:
+        owner, argument = dotted(holder) or "", dotted(next(iter(call.args), None)) or ""
+        match called_name(call):
             case "backward":
-                scaler = _scaler_of(function.value)
-                if scaler is None:
-                    scaler = scaled.get((self.program.function(call), owner))
-                if scaler is not None:
-                    return Event("scaled", call, scaler, owner)
-                return None if call.args else Event("backward", call, "", owner)
+                return self._backward(call, holder, scaled)
             case "unscale_":
                 return Event("unscale", call, owner, argument)
             case "unscale":
                 return Event("unscale", call, "", argument or owner)
-            case "step" | "minimize" if call.args and owner in self.scalers:
-                return Event("step", call, owner, argument)
+            case "step" | "minimize" if call.args:
+                return Event("step", call, owner, argument) if owner in self.scalers else None
             case "update" if owner in self.scalers:
                 return Event("update", call, owner)
-            case "step" if not call.args and owner and self.is_optimizer(function.value):
+            case "step" if owner and self.is_optimizer(holder):
                 return Event("raw step", call, "", owner)
         return None
+
+    def _backward(self, call: ast.Call, holder: ast.expr, scaled: dict[tuple[ast.AST, str], str]) -> Event | None:
+        owner = dotted(holder) or ""
+        scaler = _scaler_of(holder) or scaled.get((self.program.function(call), owner))
+        if scaler is not None:
+            return Event("scaled", call, scaler, owner)
+        return None if call.args else Event("backward", call, "", owner)
 
     @cached_property
     def blocks(self) -> list[tuple[ast.With, ast.Call, str]]:
@@ -307,9 +314,8 @@ class Script:
 
     def _is_of_session(self, call: ast.Call) -> bool:
         """Return whether a call is `amp.scale_loss(...)` of what `ampx.init` returned."""
-        function = call.func
-        named = isinstance(function, ast.Attribute) and function.attr == "scale_loss"
-        return named and isinstance(function, ast.Attribute) and "ampx.init" in self.made_by(function.value)
+        session = receiver(call) if called_name(call) == "scale_loss" else None
+        return session is not None and "ampx.init" in self.made_by(session)
 
     def leaves(self, text: str) -> bool:
         """Return whether a name's value goes where this file does not show: as an argument, or returned."""
@@ -347,22 +353,20 @@ def dtype_of(node: ast.AST | None) -> str | None:
 
 def number(node: ast.AST) -> float | None:
     """Return the number that an expression writes: `1e-8`, `-1e9`, `float("-inf")`; None for anything else."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = number(node.operand)
-        return None if value is None else -value
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
-        return float(node.value)
-    if isinstance(node, ast.Call) and dotted(node.func) == "float" and len(node.args) == 1:
-        text = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
-        try:
-            return float(text) if isinstance(text, str) else None
-        except ValueError:
-            return None
+    match node:
+        case ast.UnaryOp(op=ast.USub()):
+            value = number(node.operand)
+            return None if value is None else -value
+        case ast.Constant(value=int() | float() as written) if not isinstance(written, bool):
+            return float(written)
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))]):
+            try:
+                return float(text)
+            except ValueError:
+                return None
     return None
 
 
-def _scaler_of(node: ast.AST) -> str | None:
+def _scaler_of(node: ast.AST | None) -> str | None:
     """Return the text of `scaler` in `scaler.scale(loss)`."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale" and node.args:
-        return dotted(node.func.value)
-    return None
+    return dotted(receiver(node)) if called_name(node) == "scale" and isinstance(node, ast.Call) and node.args else None

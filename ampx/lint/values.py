@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from ampx.syntax.program import called_name, dotted
+from ampx.syntax.program import called_name, dotted, receiver
 
 from .problem import Place
 from .script import Script, dtype_of, number
@@ -25,6 +25,8 @@ _PRODUCTS: Final = {
 }
 _KEEP: Final = {"sigmoid", "tanh", "relu", "abs", "max", "amax", "clamp", "transpose", "view", "reshape", "squeeze"}
 _WHERE: Final = {"torch.where", "paddle.where", "jax.numpy.where", "tensorflow.where", "mxnet.nd.where"}
+_TREE_MAPS: Final = {"jax.tree.map", "jax.tree_map", "jax.tree_util.tree_map"}
+_LOW: Final = ("float16", "bfloat16")
 _FLOATX: Final = {"set_floatx", "set_dtype_policy", "set_global_policy"}
 
 
@@ -33,35 +35,20 @@ def weights_without_masters(script: Script) -> Iterator[Place]:
     if _MASTERS.search(script.source.text):
         return
     for call in script.calls:
-        if any(name.startswith("torch.optim.") and "lr_scheduler" not in name for name in script.names(call.func)):
-            yield from _torch_weights(script, call)
-    yield from _tree_weights(script)
-    for call in script.calls:
-        names = {name for name in script.names(call.func) if name.rpartition(".")[2] in _FLOATX and "keras" in name}
-        dtype = dtype_of(call.args[0]) if call.args and isinstance(call.args[0], ast.Constant) else None
-        if names and dtype in ("float16", "bfloat16"):
-            yield (
-                call,
-                f"all weights become {dtype}, and updates smaller than their rounding are lost; use the policy "
-                f'"mixed_{dtype}"',
-            )
-        if called_name(call) == "Trainer" and any(name.endswith("gluon.Trainer") for name in script.names(call.func)):
-            yield from _gluon_weights(script, call)
+        yield from _torch_weights(script, call)
+        yield from _tree_weights(script, call)
+        yield from _keras_weights(script, call)
+        yield from _gluon_weights(script, call)
 
 
 def _torch_weights(script: Script, call: ast.Call) -> Iterator[Place]:
+    """Yield an optimizer of PyTorch that is given the parameters of a model that was cast."""
+    if not any(name.startswith("torch.optim.") and "lr_scheduler" not in name for name in script.names(call.func)):
+        return
     first = call.args[0] if call.args else None
-    if (
-        not isinstance(first, ast.Call)
-        or called_name(first) != "parameters"
-        or not isinstance(first.func, ast.Attribute)
-    ):
-        return
-    model = dotted(first.func.value)
-    if model is None:
-        return
-    dtype = _dtype_at(script, model, call)
-    if dtype in ("float16", "bfloat16"):
+    model = dotted(receiver(first)) if called_name(first) == "parameters" else None
+    dtype = None if model is None else _dtype_at(script, model, call)
+    if dtype in _LOW:
         name = script.program.code(call.func)
         epsilon = " Its eps of 1e-8 is 0 in float16, too." if dtype == "float16" and "Adam" in name else ""
         yield (
@@ -73,13 +60,10 @@ def _torch_weights(script: Script, call: ast.Call) -> Iterator[Place]:
 
 def _dtype_at(script: Script, model: str, before: ast.AST) -> str | None:
     """Return the dtype that a model was last cast to in a function, by the text; None where it was not."""
-    function = script.program.function(before)
     dtype = None
     statements: list[ast.Assign | ast.Expr] = [*script.program.every(ast.Assign), *script.program.every(ast.Expr)]
     for statement in sorted(statements, key=script.program.order):
-        if script.program.function(statement) is not function or not script.is_before(statement, before):
-            continue
-        if script.excludes(statement, before) or not script.implies(before, statement):
+        if not _always_comes_before(script, statement, before):
             continue
         value = statement.value
         if isinstance(statement, ast.Assign):
@@ -90,46 +74,51 @@ def _dtype_at(script: Script, model: str, before: ast.AST) -> str | None:
     return dtype
 
 
+def _always_comes_before(script: Script, first: ast.AST, second: ast.AST) -> bool:
+    return (
+        script.program.function(first) is script.program.function(second)
+        and script.comes_before(first, second)
+        and script.implies(second, first)
+    )
+
+
 def _begins_with(value: ast.AST, model: str) -> bool:
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        value = value.func.value
+    while (inner := receiver(value)) is not None:
+        value = inner
     return dotted(value) == model
 
 
 def _cast(value: ast.AST) -> str | None:
     """Return the dtype that the last cast of a chain of methods names."""
     while isinstance(value, ast.Call):
-        for keyword in value.keywords:
-            if keyword.arg in ("torch_dtype", "dtype") and dtype_of(keyword.value):
-                return dtype_of(keyword.value)
-        if not isinstance(value.func, ast.Attribute):
-            return None
-        if value.func.attr in ("half", "bfloat16", "float") and not value.args:
-            return dtype_of(ast.Constant(value.func.attr))
-        if value.func.attr in ("to", "type"):
-            dtypes = [dtype_of(argument) for argument in value.args if not isinstance(argument, ast.Constant)]
-            named = next((dtype for dtype in dtypes if dtype), None)
-            if named is not None:
-                return named
-        value = value.func.value
+        dtype = _dtype_of_cast(value)
+        inner = receiver(value)
+        if dtype is not None or inner is None:
+            return dtype
+        value = inner
     return None
 
 
-def _tree_weights(script: Script) -> Iterator[Place]:
-    """Parameters of JAX that were cast and given to an optimizer of optax."""
-    maps = {"jax.tree.map", "jax.tree_map", "jax.tree_util.tree_map"}
-    for call in script.calls:
-        function = call.func
-        if not isinstance(function, ast.Attribute) or function.attr != "init" or not call.args:
-            continue
-        if not any(name.startswith("optax.") for name in script.made_by(function.value)):
-            continue
+def _dtype_of_cast(call: ast.Call) -> str | None:
+    """Return the dtype that a call names, as `.half()` or `from_pretrained(torch_dtype=torch.float16)`; else None."""
+    named = [dtype_of(keyword.value) for keyword in call.keywords if keyword.arg in ("torch_dtype", "dtype")]
+    if receiver(call) is not None:
+        name = called_name(call)
+        if name in ("half", "bfloat16", "float") and not call.args:
+            named.append(dtype_of(ast.Constant(name)))
+        if name in ("to", "type"):
+            named += [dtype_of(argument) for argument in call.args if not isinstance(argument, ast.Constant)]
+    return next((dtype for dtype in named if dtype), None)
+
+
+def _tree_weights(script: Script, call: ast.Call) -> Iterator[Place]:
+    """Yield a call that gives parameters of JAX that were cast to an optimizer of optax."""
+    optimizer = receiver(call)
+    if optimizer is None or called_name(call) != "init" or not call.args:
+        return
+    if any(name.startswith("optax.") for name in script.made_by(optimizer)):
         for maker in script.makers(call.args[0]):
-            if not script.names(maker.func) & maps or not maker.args:
-                continue
-            casts = [inner for inner in ast.walk(maker.args[0]) if isinstance(inner, ast.Call)]
-            dtypes = {dtype_of(inner.args[0]) for inner in casts if called_name(inner) == "astype" and inner.args}
-            low = next((dtype for dtype in dtypes if dtype in ("float16", "bfloat16")), None)
+            low = _low_dtype_of_tree(script, maker)
             if low is not None:
                 yield (
                     call,
@@ -138,23 +127,41 @@ def _tree_weights(script: Script) -> Iterator[Place]:
                 )
 
 
+def _low_dtype_of_tree(script: Script, maker: ast.Call) -> str | None:
+    """Return the low-precision dtype to which a call of `jax.tree.map` casts; None where it is no such call."""
+    if not script.names(maker.func) & _TREE_MAPS or not maker.args:
+        return None
+    casts = [inner for inner in ast.walk(maker.args[0]) if isinstance(inner, ast.Call)]
+    dtypes = {dtype_of(inner.args[0]) for inner in casts if called_name(inner) == "astype" and inner.args}
+    return next((dtype for dtype in dtypes if dtype in _LOW), None)
+
+
+def _keras_weights(script: Script, call: ast.Call) -> Iterator[Place]:
+    """Yield a call that makes all weights of Keras low precision."""
+    dtype = dtype_of(call.args[0]) if call.args and isinstance(call.args[0], ast.Constant) else None
+    if dtype in _LOW and any(
+        name.rpartition(".")[2] in _FLOATX and "keras" in name for name in script.names(call.func)
+    ):
+        yield (
+            call,
+            f"all weights become {dtype}, and updates smaller than their rounding are lost; use the policy "
+            f'"mixed_{dtype}"',
+        )
+
+
 def _gluon_weights(script: Script, call: ast.Call) -> Iterator[Place]:
-    first = call.args[0] if call.args else None
-    if not isinstance(first, ast.Call) or called_name(first) != "collect_params":
+    """Yield a trainer of gluon that is given the parameters of a network that was cast."""
+    if called_name(call) != "Trainer" or not any(name.endswith("gluon.Trainer") for name in script.names(call.func)):
         return
-    net = dotted(first.func.value) if isinstance(first.func, ast.Attribute) else None
-    casts = [
-        other
-        for other in script.calls
-        if called_name(other) == "cast"
-        and isinstance(other.func, ast.Attribute)
-        and dotted(other.func.value) == net
-        and script.program.function(other) is script.program.function(call)
-        and other.args
-        and dtype_of(other.args[0]) == "float16"
-    ]
+    first = call.args[0] if call.args else None
+    if called_name(first) != "collect_params":
+        return
     options = call.args[2] if len(call.args) > 2 else None
-    if casts and (options is None or isinstance(options, ast.Dict)):
+    if not isinstance(options, (ast.Dict, type(None))):
+        return
+    net = dotted(receiver(first))
+    same_function = script.calls_in(script.program.function(call))
+    if any(_casts_to_float16(other, net) for other in same_function):
         yield (
             call,
             "the trainer updates weights of float16: updates smaller than their rounding are lost; pass "
@@ -162,43 +169,48 @@ def _gluon_weights(script: Script, call: ast.Call) -> Iterator[Place]:
         )
 
 
+def _casts_to_float16(call: ast.Call, net: str | None) -> bool:
+    """Return whether a call is `net.cast("float16")`."""
+    owner = receiver(call) if called_name(call) == "cast" else None
+    return owner is not None and dotted(owner) == net and bool(call.args) and dtype_of(call.args[0]) == "float16"
+
+
 def too_large(script: Script) -> Iterator[Place]:
     """A constant is infinite in float16."""
-    if not script.float16:
-        return
+    if script.float16:
+        for node, value, other in (*_filled_in(script), *_added_as_masks(script)):
+            constant = number(value)
+            if (
+                constant is not None
+                and _LARGEST < abs(constant) < float("inf")
+                and not _is_float32(script, node, other)
+            ):
+                yield (
+                    node,
+                    f"{script.program.code(value)} is beyond the range of float16, which ends at 65504: it becomes "
+                    "infinite or is refused; use `torch.finfo(x.dtype).min` or its like, or compute this in float32",
+                )
+
+
+def _filled_in(script: Script) -> Iterator[tuple[ast.AST, ast.expr, ast.expr | None]]:
+    """Yield calls of `masked_fill` and `where` with the constant, and with what the dtype is of."""
     for call in script.calls:
-        name = called_name(call)
-        value: ast.AST | None = None
-        other: ast.AST | None = None
-        if name in ("masked_fill", "masked_fill_") and isinstance(call.func, ast.Attribute) and len(call.args) >= 2:
-            value, other = call.args[-1], call.func.value
+        owner = receiver(call)
+        if called_name(call) in ("masked_fill", "masked_fill_") and owner is not None and len(call.args) >= 2:
+            yield call, call.args[-1], owner
         elif script.names(call.func) & _WHERE and len(call.args) == 3:
             constants = [argument for argument in call.args[1:] if number(argument) is not None]
-            value = constants[0] if len(constants) == 1 else None
-            other = next((argument for argument in call.args[1:] if argument is not value), None)
-        constant = None if value is None else number(value)
-        if constant is not None and _LARGEST < abs(constant) < float("inf") and not _is_float32(script, call, other):
-            yield _constant(script, call, value)
+            if len(constants) == 1:
+                yield call, constants[0], next((value for value in call.args[1:] if value is not constants[0]), None)
+
+
+def _added_as_masks(script: Script) -> Iterator[tuple[ast.AST, ast.expr, ast.expr | None]]:
+    """Yield products with a negative constant, as in `(1 - mask) * -1e9`; of two numbers Python makes one."""
     for product in script.program.every(ast.BinOp):
         if isinstance(product.op, ast.Mult):
             for side, other in ((product.left, product.right), (product.right, product.left)):
-                constant = number(side)
-                if (
-                    constant is not None
-                    and -float("inf") < constant < -_LARGEST
-                    and number(other) is None  # of two numbers Python makes one
-                    and not _is_float32(script, product, other)
-                ):
-                    yield _constant(script, product, side)
-
-
-def _constant(script: Script, node: ast.AST, value: ast.AST | None) -> Place:
-    text = script.program.code(value) if value is not None else ""
-    return (
-        node,
-        f"{text} is beyond the range of float16, which ends at 65504: it becomes infinite or is refused; use "
-        "`torch.finfo(x.dtype).min` or its like, or compute this in float32",
-    )
+                if (number(side) or 0.0) < 0 and number(other) is None:
+                    yield product, side, other
 
 
 def _is_float32(script: Script, node: ast.AST, other: ast.AST | None) -> bool:
@@ -206,8 +218,7 @@ def _is_float32(script: Script, node: ast.AST, other: ast.AST | None) -> bool:
     if any("dtype" in ast.unparse(test.test) for test in script.program.branches(node)):
         return True
     return other is not None and any(
-        dtype_of(inner) == "float32" or (isinstance(inner, ast.Call) and called_name(inner) in ("float", "double"))
-        for inner in ast.walk(other)
+        dtype_of(inner) == "float32" or called_name(inner) in ("float", "double") for inner in ast.walk(other)
     )
 
 
@@ -228,30 +239,36 @@ def rounds_to_0(script: Script) -> Iterator[Place]:
 
 def _is_low(script: Script, node: ast.AST, where: ast.AST, depth: int) -> bool:
     """Return whether an expression is float16 by the text: the product of a casting region, or cast by hand."""
-    if isinstance(node, ast.Name) and depth:
-        function = script.program.function(where)
-        assigned = [
-            assign
-            for assign in script.program.every(ast.Assign)
-            if script.program.function(assign) is function
-            and script.is_before(assign, where)
-            and not script.excludes(assign, where)
-            and any(dotted(target) == node.id for target in assign.targets)
-        ]
-        return bool(assigned) and _is_low(script, assigned[-1].value, where, depth - 1)
-    if isinstance(node, ast.Call):
-        name = called_name(node)
-        if name == "half" or (name in ("to", "astype", "cast", "type") and "float16" in map(dtype_of, node.args)):
-            return True
-        if script.names(node.func) & _PRODUCTS:
+    match node:
+        case ast.Name() if depth:
+            value = _assigned_before(script, node.id, where)
+            return value is not None and _is_low(script, value, where, depth - 1)
+        case ast.BinOp(op=ast.MatMult()):
             return _is_cast(script, node)
-        if name in _KEEP:
-            inner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-            return any(_is_low(script, value, where, depth) for value in (*node.args[:1], *inner))
-        return False
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-        return _is_cast(script, node)
+        case ast.Call() if _casts_by_hand(node):
+            return True
+        case ast.Call() if script.names(node.func) & _PRODUCTS:
+            return _is_cast(script, node)
+        case ast.Call() if called_name(node) in _KEEP:
+            owner = receiver(node)
+            kept = [*node.args[:1], *([] if owner is None else [owner])]
+            return any(_is_low(script, value, where, depth) for value in kept)
     return False
+
+
+def _assigned_before(script: Script, name: str, where: ast.AST) -> ast.expr | None:
+    """Return what a name was last assigned before a node of the same function."""
+    values = [
+        assign.value
+        for assign in script.assignments_in(script.program.function(where))
+        if script.comes_before(assign, where) and name in map(dotted, assign.targets)
+    ]
+    return values[-1] if values else None
+
+
+def _casts_by_hand(call: ast.Call) -> bool:
+    name = called_name(call)
+    return name == "half" or (name in ("to", "astype", "cast", "type") and "float16" in map(dtype_of, call.args))
 
 
 def _is_cast(script: Script, node: ast.AST) -> bool:

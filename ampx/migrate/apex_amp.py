@@ -64,6 +64,9 @@ class ApexAmp:
         self._program = plan.program
         self._renamed: set[ast.AST] = set()
         self._told: set[tuple[ast.AST, str]] = set()
+        self._regions: dict[ast.AST, ast.expr] = {}  # the `scale_loss` blocks, with their optimizers
+        self._masters: list[ast.Call] = []  # calls of `master_params`
+        self._initialized: list[ast.Call] = []  # calls of `initialize`
 
     @property
     def _flow(self) -> Flow:
@@ -71,41 +74,14 @@ class ApexAmp:
 
     def rewrite(self) -> None:
         """Plan everything."""
-        regions: dict[ast.AST, ast.expr] = {}
-        masters: list[ast.Call] = []
-        initialized: list[ast.Call] = []
         for node, name in self._program.references():
-            if not name.startswith("apex."):
-                continue
             if name == "apex.amp":
                 self._module(node)
-                continue
-            if not name.startswith(_AMP):
+            elif name.startswith(_AMP):
+                self._replace(node, name.removeprefix(_AMP))
+            elif name.startswith("apex."):
                 self._elsewhere(node, name)
-                continue
-            verb = name.removeprefix(_AMP)
-            edits = self._plan.of(node)
-            call = self._program.parent(node)
-            called = call if isinstance(call, ast.Call) and call.func is node else None
-            if verb == "initialize" and called is not None:
-                self._check_once(called, initialized)
-                initialized.append(called)
-                self._initialize(called)
-            elif verb == "scale_loss" and called is not None:
-                region, optimizers = self._scale_loss(called)
-                regions[region] = optimizers
-            elif verb == "master_params" and called is not None and len(called.args) == 1 and not called.keywords:
-                masters.append(called)
-            elif verb == "disable_casts" and called is not None and not called.args:
-                edits.expression(called, "ampx.autocast(enabled=False)")
-            elif verb == "load_state_dict" and called is not None and len(called.args) == 1:
-                self._load(called)
-            elif verb in _SAME_NAME:
-                edits.expression(node, f"ampx.{verb}")
-            elif verb in _REGISTER and called is not None:
-                self._register(called, _REGISTER[verb])
-            else:
-                raise NeedsHumanError(node, f"`{self._program.code(node)}` has no counterpart that is known", _BY_HAND)
+        regions, initialized = self._regions, self._initialized
         scaled = [call for call in initialized if self._has_optimizer(call)]
         if scaled and not regions:
             raise NeedsHumanError(
@@ -113,8 +89,38 @@ class ApexAmp:
                 "`amp.initialize` with an optimizer, and no `amp.scale_loss` in these files",
                 "Whatever scales the loss for apex has to do it for ampx, by `ampx.scale_loss`. Rewrite this by hand.",
             )
-        if regions or masters:
-            GradientReaders(self._plan, regions, initialized).rewrite(masters)
+        if regions or self._masters:
+            GradientReaders(self._plan, regions, initialized).rewrite(self._masters)
+
+    def _replace(self, node: Reference, verb: str) -> None:
+        """Plan what takes the place of a name of `apex.amp`."""
+        parent = self._program.parent(node)
+        call = parent if isinstance(parent, ast.Call) and parent.func is node else None
+        if verb in _SAME_NAME:
+            self._plan.of(node).expression(node, f"ampx.{verb}")
+        elif call is None or not self._replace_call(call, verb):
+            raise NeedsHumanError(node, f"`{self._program.code(node)}` has no counterpart that is known", _BY_HAND)
+
+    def _replace_call(self, call: ast.Call, verb: str) -> bool:
+        """Plan what takes the place of a call; return False where it has no counterpart that is known."""
+        if verb == "initialize":
+            self._check_once(call, self._initialized)
+            self._initialized.append(call)
+            self._initialize(call)
+        elif verb == "scale_loss":
+            region, optimizers = self._scale_loss(call)
+            self._regions[region] = optimizers
+        elif verb == "master_params" and len(call.args) == 1 and not call.keywords:
+            self._masters.append(call)
+        elif verb == "disable_casts" and not call.args:
+            self._plan.of(call).expression(call, "ampx.autocast(enabled=False)")
+        elif verb == "load_state_dict" and len(call.args) == 1:
+            self._load(call)
+        elif verb in _REGISTER:
+            self._register(call, _REGISTER[verb])
+        else:
+            return False
+        return True
 
     def _has_optimizer(self, call: ast.Call) -> bool:
         optimizers = (arguments(call, _INITIALIZE) or {}).get("optimizers")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from ampx.syntax.flow import Place
-from ampx.syntax.program import FUNCTIONS, Function, called_name, decided, dotted
+from ampx.syntax.program import FUNCTIONS, Function, called_name, constant, decided, dotted
 
 from .edits import Plan
 from .report import NeedsHumanError
@@ -102,7 +102,7 @@ class Findings:
 
 
 class GradientReaders:
-    """Plans what makes gradients true in time, and the end of `master_params`."""
+    """Plans where gradients are unscaled before they are read, and what replaces `master_params`."""
 
     def __init__(self, plan: Plan, regions: dict[ast.AST, ast.expr], initialized: list[ast.Call]) -> None:
         """Take the `scale_loss` blocks, each with the expression of its optimizers, and the calls of `initialize`."""
@@ -166,7 +166,7 @@ class GradientReaders:
     # -- what has to be inserted -----------------------------------------------------------------------------
 
     def _insertions(self, clips: set[ast.Call], masters: set[ast.Call]) -> set[Unscale] | None:
-        """Return what makes all gradients true in time; None where a clip is reached without a block before it."""
+        """Return the calls of `ampx.unscale` to insert; None where a clip is reached without a block before it."""
         inserted: set[Unscale] = set()
         for root in self._roots():
             for optimizer in self._optimizers(root):
@@ -192,7 +192,7 @@ class GradientReaders:
         return any([self.program.load(call.func) for call in calls])
 
     def _roots(self) -> list[ast.AST]:
-        """Return the functions and modules that somebody outside starts, and that lead to a block."""
+        """Return the functions and modules that are started from outside, and that lead to a block."""
         roots = [root for root in self._reached if not isinstance(root, FUNCTIONS) or self._is_started_outside(root)]
         below: set[ast.AST] = set()
         for root in roots:
@@ -314,16 +314,11 @@ class GradientReaders:
     def may_look(self, call: ast.Call) -> bool:
         """Return whether a call may look at gradients, as far as names and arguments tell."""
         function = call.func
-        if self.is_named_for_gradients(function):
-            return True
-        if any(isinstance(value, ast.Constant) and value.value == "grad" for value in call.args):
+        if self.is_named_for_gradients(function) or any(constant(value) == "grad" for value in call.args):
             return True
         if self.program.qualified(function) or self.flow.called(call) is not None:
             return False
-        root: ast.AST = function
-        while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        place = self.flow.place(root)
+        place = self.flow.place(_root(function))
         bindings = self.flow.bindings.get(place, []) if place is not None else []
         values = [binding.value for binding in bindings if binding.value is not None]
         if any(self.looks_at_gradients(inner) for value in values for inner in ast.walk(value)):
@@ -333,10 +328,19 @@ class GradientReaders:
         if called_name(call) in self.readers:
             return True
         # A callback gets the model. Methods that get it save or validate it, if they are not named for gradients.
-        return not isinstance(function, ast.Attribute) and any(
-            self.flow.place(value) in self.models or (isinstance(value, ast.Call) and called_name(value) in _MODELS)
-            for value in (*call.args, *(keyword.value for keyword in call.keywords))
-        )
+        return not isinstance(function, ast.Attribute) and self._gets_model(call)
+
+    def _gets_model(self, call: ast.Call) -> bool:
+        """Return whether a call is passed a model or its parameters."""
+        passed = (*call.args, *(keyword.value for keyword in call.keywords))
+        return any(self.flow.place(value) in self.models or called_name(value) in _MODELS for value in passed)
+
+
+def _root(node: ast.AST) -> ast.AST:
+    """Return the name that a chain of attributes, indices and calls begins with."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
 
 
 def elements(optimizers: ast.expr) -> list[ast.expr]:
@@ -428,7 +432,7 @@ class _Walk:
     # -- going -----------------------------------------------------------------------------------------------
 
     def _look(self, root: ast.AST, unscales: set[Unscale]) -> Findings:
-        """Go through a root as often as it changes something: nobody knows how often it is called."""
+        """Go through a root as often as it changes something: how often it is called is not known."""
         self._findings = Findings()
         self._unscales = {}
         for unscale in unscales:
@@ -572,7 +576,7 @@ class _Walk:
         return worlds
 
     def _hands_over_a_reader(self, name: ast.Name) -> bool:
-        """Return whether a name is a function that looks at gradients, and is given to somebody who may call it."""
+        """Return whether a name is a function that looks at gradients, and is passed to a function that may call it."""
         place, outer = self._flow.place(name), self._program.parent(name)
         passed = isinstance(outer, ast.keyword) or (isinstance(outer, ast.Call) and name is not outer.func)
         if place is None or not passed:

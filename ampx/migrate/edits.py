@@ -59,7 +59,7 @@ class Edits:
         """The first node that changes."""
         return min(self.nodes, key=self.program.order)
 
-    # -- what is told ------------------------------------------------------------------------------------
+    # -- findings ----------------------------------------------------------------------------------------
 
     def tell(self, node: ast.AST, kind: Kind, what: str, advice: str) -> None:
         """Add a finding."""
@@ -74,7 +74,7 @@ class Edits:
         self._add(node, Edit(start, end, text if callable(text) else lambda: text, self.program.statement(node)))
 
     def statement(self, node: ast.AST, text: Callable[[], str]) -> None:
-        """Put statements, written with four spaces and line feeds, in the place of the one that holds a node."""
+        """Put statements, written with four spaces and line feeds, in the place of the statement that holds a node."""
         statement = self.program.statement(node)
         self._check_alone(statement)
         start, end = self.source.span(statement)
@@ -150,7 +150,7 @@ class Edits:
             if edit.start >= position and edit not in self._writing:
                 pieces += [self.source.text[position : edit.start], self._write(edit)]
                 position = edit.end
-        # Line ends of the file are hidden from those who lay out new lines.
+        # Line ends of the file are hidden from the code that lays out new lines.
         return "".join([*pieces, self.source.text[position:end]]).replace("\n", LINE_END)
 
     def _write(self, edit: Edit) -> str:

@@ -88,7 +88,7 @@ class Outline:
 
 
 def outline(path: Path, data: bytes) -> Outline:
-    """Parse a file and tell what it uses. Never raises for what is in it."""
+    """Parse a file and return what it uses. Never raises for what is in it."""
     try:
         program = Program()
         program.add(Source(path, data))

@@ -7,9 +7,10 @@ Fluid is gone from Paddle as a whole, so that rewriting one call would not make 
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from typing import Final
 
-from ampx.syntax.program import import_key
+from ampx.syntax.program import Program, Reference, import_key
 
 from .edits import Plan
 from .report import NeedsHumanError
@@ -40,9 +41,8 @@ def rewrite(plan: Plan) -> None:
         _rewrite_file(plan, source.tree)
 
 
-def _rewrite_file(plan: Plan, tree: ast.Module) -> None:
-    program = plan.program
-    names = [(node, name) for node, name in program.references(tree) if name.startswith("paddle.fluid.")]
+def _check_offered(program: Program, names: Sequence[tuple[Reference, str]]) -> None:
+    """Refuse names of fluid that the alias does not have."""
     for node, name in names:
         if name.startswith(EAGER):
             raise NeedsHumanError(
@@ -56,15 +56,21 @@ def _rewrite_file(plan: Plan, tree: ast.Module) -> None:
                 f"`{name}` is not in `ampx_paddle.fluid`",
                 "Train with `decorate`, or write `paddle.amp` by hand: the manual's page on PaddlePaddle shows how.",
             )
+
+
+def _is_of_fluid(statement: ast.Import | ast.ImportFrom) -> bool:
+    return any(f"{import_key(statement, alias)[1]}.".startswith("paddle.fluid.") for alias in statement.names)
+
+
+def _rewrite_file(plan: Plan, tree: ast.Module) -> None:
+    program = plan.program
+    names = [(node, name) for node, name in program.references(tree) if name.startswith("paddle.fluid.")]
+    _check_offered(program, names)
     uses = [node for node, name in names if name.startswith(ROOTS)]
     imports = program.imports(tree)
     if not uses or any(alias.name == _MODULE for statement in imports for alias in statement.names):
         return
-    lines = [
-        statement
-        for statement in imports
-        if any(f"{import_key(statement, alias)[1]}.".startswith("paddle.fluid.") for alias in statement.names)
-    ]
+    lines = [statement for statement in imports if _is_of_fluid(statement)]
     if not lines:
         raise NeedsHumanError(uses[0], "fluid is used and not imported here", "Import `ampx_paddle.fluid` by hand.")
     top = [statement for statement in lines if program.parent(statement) is tree]

@@ -71,7 +71,7 @@ class MXNetAmp:
             edits.expression(call, f"ampx.wrap_optimizer({name}, in_place=True)")
 
     def _is_only_held_here(self, call: ast.Call, trainer: ast.expr) -> bool:
-        """Return whether nobody saw the trainer between its making and this call."""
+        """Return whether the trainer is not used between its making and this call."""
         place = self._plan.flow.place(trainer)
         if not isinstance(trainer, ast.Name) or place is None or not isinstance(self._program.parent(call), ast.Expr):
             return False

@@ -1,4 +1,4 @@
-"""Who may keep an optimizer that it gets: what keeps the raw one would step it past ampx."""
+"""Uses that may keep an optimizer: an object that keeps the raw one would step it past ampx."""
 
 from __future__ import annotations
 

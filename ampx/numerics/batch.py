@@ -11,13 +11,13 @@ from typing import Any, Final, cast
 
 from ampx.backend import Backend, CastPlan, Device, is_module, offer
 from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedLevelError, shown
+from ampx.formats import FORMATS, find_format
+from ampx.modules import module_dtypes
 from ampx.plugins import default_registry
 from ampx.policy import Dtype, OptLevel, find_level, normalise_dtype
 from ampx.session import listed, sessions
 
-from .formats import FORMATS, find_format
 from .probe import Probe, Reading, Replayed, Step, Watching
-from .watching import module_dtypes
 
 SAMPLES: Final = 4096
 # Where the loss scale of float16 begins, as `LossScale` has it.

@@ -12,10 +12,10 @@ import numpy as np
 
 from ampx.backend import Array
 from ampx.errors import InvalidOptionError, shown
+from ampx.formats import FORMATS
 from ampx.policy import OptLevel
 
 from .batch import SAMPLES, Batch, fitting_scale, plain
-from .formats import FORMATS
 from .probe import Direction, Reading, Replayed, Step, Watching
 
 # How much more than the root of the number of roundings so far an error must be, to be more than rounding.

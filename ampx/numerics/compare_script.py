@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.errors import InvalidOptionError, TrialError
+from ampx.formats import FORMATS, spelled
 from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import plain
 from .compare import WORST, ModuleError, error_map, module_errors, unscaled, worst_errors
-from .formats import FORMATS, spelled
 from .meter import LOST
 from .probe import Watching
 from .timing import busy, speed_in_words
@@ -33,7 +33,7 @@ REFERENCE: Final = "float32"
 ROUNDINGS: Final = 8
 # Below this a ratio of speeds is no difference.
 ALIKE: Final = 0.02
-# Below this the ratio of one pair of runs, whose spread nobody knows, decides nothing.
+# Below this the ratio of one pair of runs, whose spread is unknown, decides nothing.
 ALONE: Final = 0.5
 _COLUMNS: Final = 6  # watched steps
 _SAMPLES: Final = 256

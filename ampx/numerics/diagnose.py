@@ -9,11 +9,11 @@ from typing import Any, Final, Literal
 
 from ampx.backend import MODULE
 from ampx.errors import AmpxError
+from ampx.formats import FORMATS
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, Batch, Seen, finite_gradients, fitting_scale, plain
 from .compare import bound, relative_error
-from .formats import FORMATS
 from .operations import family, normalised
 from .probe import Direction, Reading, Stats, Step, Watching
 
@@ -274,7 +274,7 @@ class _Case:
 
 
 def _mask_constant(stats: Stats, largest: float) -> bool:
-    """Return whether the lowest value is a constant that nobody computes: -1e9, or the lowest number of a dtype."""
+    """Return whether the lowest value is a constant of the script: -1e9, or the lowest number of a dtype."""
     low = -stats.lowest
     if low <= largest or stats.largest > low:
         return False

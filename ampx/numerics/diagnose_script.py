@@ -198,7 +198,7 @@ def _loss(outcome: Outcome, step: int) -> float:
 
 
 def _seen(outcome: Outcome, step: int) -> Seen:
-    """Return a step of a script as a replay: whether its gradients are finite tells whether it was skipped."""
+    """Return a step of a script as a replay: it was skipped where its gradients are not finite."""
     import numpy as np
 
     readings = outcome.readings[step]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ampx.backend import Array
-from ampx.protocol import Member
+from ampx.protocol import StepObserver
 
 from .meter import Meter, ParameterMeter, count, report
 
@@ -70,38 +70,45 @@ class Update:
         return count(name, dtype, before, after, scaled, self.compute)
 
 
-class HostMeter:
+class HostMeter(StepObserver):
     """Counts the steps of one optimizer, and keeps the last sample."""
 
-    def __init__(self, compute: str) -> None:
-        """Begin with no step of this compute dtype."""
-        self._compute = compute
-        self._steps = 0
-        # A meter, or what one is made of once somebody asks.
-        self._last: Update | Meter | None = None
-
-    def step(self, member: Member, run: Callable[[], Any], look: Callable[[bool], Sequence[Sampled]]) -> Any:
-        """Run a step, and meter it if it is its turn and it updates.
+    def __init__(self, compute: str, look: Callable[[Any, bool], Sequence[Sampled]]) -> None:
+        """Begin with no step.
 
         Args:
-            member: What the optimizer is in its group.
-            run: Makes the step.
-            look: Returns a sample of every parameter as it is now, and of its gradient if the argument says so.
+            compute: The compute dtype.
+            look: Takes the wrapped optimizer; returns a sample of every parameter as it is now, and of its gradient if
+                the other argument says so.
         """
+        self._compute = compute
+        self._look = look
+        self._steps = 0
+        # Of the running step, if it is measured: loss scale, the factor that rescales gradients, samples.
+        self._before: tuple[float, float, Sequence[Sampled]] = (1.0, 1.0, ())
+        # A meter, or its parts until it is asked for.
+        self._last: Update | Meter | None = None
+
+    def before(self, optimizer: Any) -> bool:
+        """Count a step; sample it if it is its turn and there are scaled gradients to step with."""
         self._steps += 1
+        member = optimizer.ampx_member
         every = member.group.meter_every
         if not every or self._steps % every or not member.group.enabled or member.stage not in ("scaled", "unscaled"):
-            return run()
+            return False
         factor = float(member.factor) if len(member.factors) == 1 else 1.0
         times = factor if member.stage == "unscaled" else 1.0  # somebody has divided the gradients
-        before = look(True)
-        result = run()
-        if member.result is not None and member.result.applied:
-            update = Update(self._steps, self._compute, factor, times, before, look(False))
+        self._before = (factor, times, self._look(optimizer, True))
+        return True
+
+    def after(self, optimizer: Any, finite: Mapping[int, Any]) -> None:
+        """Sample it again if it updated, and report."""
+        (factor, times, before), self._before = self._before, (1.0, 1.0, ())
+        if all(finite.values()):
+            update = Update(self._steps, self._compute, factor, times, before, self._look(optimizer, False))
             self._last = update
             total = update.total()
-            report(member.group, self._steps, total.lost, total.flushed_share, total.headroom)
-        return result
+            report(optimizer.ampx_member.group, self._steps, total.lost, total.flushed_share, total.headroom)
 
     def note(self, meter: Meter) -> None:
         """Keep what another meter of the same optimizer counted."""

@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ampx.events import PrecisionLost, UpdateMetered
-from ampx.protocol import METER_EVERY, ScaleGroup
-
-from .formats import FORMATS
+from ampx.formats import FORMATS
+from ampx.protocol import METER_EVERY, METER_SAMPLES, ScaleGroup
 
 EVERY: Final = METER_EVERY
-SAMPLES: Final = 4096
+SAMPLES: Final = METER_SAMPLES
 # Shares from which on an event is sent.
 LOST: Final = 0.5
 FLUSHED: Final = 0.1
@@ -97,7 +96,7 @@ class Meter:
 
 
 def report(group: ScaleGroup, step: int, lost: float, flushed: float, headroom: float | None) -> None:
-    """Send `UpdateMetered` where somebody logs, and the event `PrecisionLost` where an update lost too much.
+    """Send `UpdateMetered` where a logger is attached, and `PrecisionLost` where an update lost too much.
 
     Args:
         group: The loss scale of the optimizer.

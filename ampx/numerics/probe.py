@@ -22,7 +22,7 @@ class Watching:
     """What to look at.
 
     Attributes:
-        dtype: The dtype that `Stats.flushed` and `Stats.overflowed` are about, of `ampx.numerics.formats.FORMATS`.
+        dtype: The dtype that `Stats.flushed` and `Stats.overflowed` are about, of `ampx.formats.FORMATS`.
         modules: Patterns (`fnmatch`) of the names of modules; empty for all.
         operations: Read every operation, too, not only modules.
         samples: Keep up to so many elements of every value: those at multiples of `ceil(elements / samples)` in

@@ -19,7 +19,7 @@ KINDS = (".json", ".html", ".png")
 
 
 def write(target: Path, report: Mapping[str, Any]) -> None:
-    """Write a report as its name says; JSON stands beside a page and a picture."""
+    """Write a report in the format of its name; JSON goes beside a page and a picture."""
     if target.suffix == ".html":
         target.write_text(to_page(report), encoding="utf-8")
     elif target.suffix == ".png":

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ampx.backend import Array
+from ampx.formats import FORMATS
 
-from .formats import FORMATS
 from .probe import Direction, Stats, Watching
-from .watching import NUMBERS, Log, Reduced, stride
+from .watching import NUMBERS, Entry, Log, Reduced, sample_slices
 
 
 def round_to(values: Any, dtype: str) -> Array:
@@ -63,7 +63,7 @@ def describe(values: Any, dtype: str = "float16") -> Stats:
 def sample(values: Any, samples: int) -> Array:
     """Return at most so many elements as float32: those at multiples of `ceil(elements / samples)`, row by row."""
     flat = np.asarray(values).reshape(-1)
-    return flat[:: stride(flat.size, samples)].astype(np.float32)
+    return flat[sample_slices([flat.size], samples)[0]].astype(np.float32)
 
 
 class HostLog(Log):
@@ -71,7 +71,7 @@ class HostLog(Log):
 
     def __init__(self, watching: Watching) -> None:
         """Start empty."""
-        super().__init__(watching, list, np.concatenate)
+        super().__init__(watching, list, list)
 
     def note(
         self,
@@ -96,14 +96,21 @@ class HostLog(Log):
         """
         if not self.watching.watches(where[0]):
             return
-        entry = self.add(*where, operation, direction)
-        entry.dtype, entry.seconds = dtype, seconds
-        entry.value.append(self._reduced(value))
-        entry.inputs += map(self._reduced, inputs)
-        if self.watching.samples:
-            entry.samples.append(sample(value, self.watching.samples))
+        entry = self.add(*where, operation, direction, [np.size(value)])
+        entry.seconds = seconds
+        entry.inputs += map(self.reduced, inputs)
+        self.put(entry, 0, dtype, value)
 
-    def _reduced(self, values: Any) -> Reduced:
+    def put(self, entry: Entry, place: int, dtype: str, values: Any) -> None:
+        """Count the numbers of the tensor at a place of a value, and keep what belongs to the value's sample."""
+        entry.dtype = entry.dtype or dtype
+        entry.value.append(self.reduced(values))
+        if entry.sampled:
+            flat = np.asarray(values, np.float32).reshape(-1)
+            entry.samples[place] = flat[entry.sampled[place]]
+
+    def reduced(self, values: Any) -> Reduced:
+        """Count the numbers of a tensor."""
         stats = describe(values, self.watching.dtype)
         numbers = {name: float(getattr(stats, name)) for name in NUMBERS}
         numbers["smallest"] = numbers["smallest"] or math.inf

@@ -283,7 +283,7 @@ def _array(sample: Sequence[float] | None) -> Any:
 
 @functools.cache
 def _compiled() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that is there until this process ends."""
+    """Return a folder that exists until this process ends."""
     return tempfile.TemporaryDirectory(prefix="ampx-trials-compiled-")
 
 

@@ -32,7 +32,7 @@ DISABLED: Final = "nothing is left but to check gradients; true does so, at the 
 
 @dataclass(frozen=True)
 class Choice:
-    """An entry of `allow` or `deny`, and what was measured that speaks for it.
+    """An entry of `allow` or `deny`, and the measurement behind it.
 
     Attributes:
         entry: As `init` takes it: `"module:name"`, or the name of an operation.

@@ -15,6 +15,7 @@ import numpy as np
 
 from ampx.backend import MODULE, module_patterns
 from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError
+from ampx.formats import find_format
 from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.command import check_writable
@@ -23,7 +24,6 @@ from ampx.run.program import Program
 
 from .batch import Seen, fitting_scale, scaled
 from .compare import ModuleError, bound, error_map, module_errors, relative_error, unscaled
-from .formats import find_format
 from .operations import failing
 from .probe import Reading, Replayed, Watching
 from .timing import busy
@@ -490,7 +490,7 @@ def exclusions(policy: TunedPolicy) -> tuple[dict[str, str], ...]:
 
 
 def _for_tensorrt(policy: TunedPolicy, names: Sequence[Mapping[str, str]]) -> str:
-    """Say how a runtime is told what stays in float32 that takes the precision from the graph alone."""
+    """Return how a runtime that takes precision from the graph keeps parts in float32."""
     deny = [choice.entry for choice in policy.deny if choice.entry.startswith(MODULE)]
     nodes = " ".join(shlex.quote(entry["regex"]) for entry in names)
     low = {"float16": "fp16", "bfloat16": "bf16"}.get(policy.dtype)

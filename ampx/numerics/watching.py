@@ -1,164 +1,38 @@
-"""What a region of `Probe.watch` notes: names of modules, and readings whose numbers are still on the device."""
+"""What a region of `Probe.watch` notes: readings whose numbers are still on the device, and samples of values."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from ampx.backend import CastPlan, module_patterns
-from ampx.errors import UnsupportedOpError
+from ampx.backend import Array
+from ampx.formats import stride
 
 from .probe import Direction, Reading, Stats, Watching
 
 # Of one tensor: its elements, and what `Log.read` makes the numbers of NUMBERS of.
 Reduced: TypeAlias = tuple[int, Any]
+# Brings the second halves of some of them to the host: of each the numbers of NUMBERS.
+Read: TypeAlias = Callable[[Sequence[Any]], Sequence[Sequence[float]]]
 # What a backend reduces a tensor to. Without any such element, `smallest` and `lowest` are infinite.
 NUMBERS: Final = ("nonfinite", "nan", "zeros", "largest", "smallest", "lowest", "flushed", "overflowed")
-# Where somebody stands around a call, from the outside to the inside: what rounds the gradients of outputs, where a
-# framework has no other way to round them before they are watched; what watches; what forces.
-Rank: TypeAlias = Literal[0, 1, 2]
-GRADIENTS: Final = 0
-WATCHERS: Final = 1
-FORCES: Final = 2
 
 
-class Around(Protocol):
-    """What stands around the calls of modules."""
-
-    def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return what the call of a module returns, by calling `forward`."""
-
-
-class Calls:
-    """Who stands around the calls of a framework's modules, in all threads.
-
-    Watchers stand outside of what forces modules, so that they see what it made of their outputs.
-    """
-
-    def __init__(self, install: Callable[[], None], uninstall: Callable[[], None]) -> None:
-        """Start with nobody.
-
-        Args:
-            install: Has calls of modules go through `run`; called when the first comes.
-            uninstall: Undoes it; called when the last has gone.
-        """
-        self._install, self._uninstall = install, uninstall
-        self._installed = False
-        self._entries: tuple[tuple[Rank, Around], ...] = ()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def around(self, *entries: tuple[Rank, Around]) -> Iterator[None]:
-        """Return a region in which some stand around the calls; of one rank, the last stands innermost."""
-        self._change(lambda: self._entries + entries)
-        try:
-            yield
-        finally:
-            self._change(lambda: tuple(entry for entry in self._entries if entry not in entries))
-
-    def _change(self, change: Callable[[], tuple[tuple[Rank, Around], ...]]) -> None:
-        with self._lock:
-            self._entries = tuple(sorted(change(), key=lambda entry: entry[0]))
-            if bool(self._entries) is not self._installed:
-                (self._install if self._entries else self._uninstall)()
-                self._installed = bool(self._entries)
-
-    def run(self, module: Any, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        """Call a module."""
-        for _, entry in reversed(self._entries):
-            forward = partial(_stand, entry, module, forward)
-        return forward(*inputs, **options)
-
-
-def _stand(entry: Around, module: Any, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    return entry.call(module, forward, inputs, options)
-
-
-class Names:
-    """The names of modules: within a model, or within the outermost modules that are called."""
-
-    def __init__(self, model: Any | None, named: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
-        """Name the modules of a model; without one, name modules as they are called.
-
-        Args:
-            model: The model, or None.
-            named: Lists the modules in a module with their names, itself included as "".
-        """
-        self._named = named
-        self._names: dict[int, str] = {}
-        self._kept: list[Any] = []  # so that a number stays that of the same module
-        self._open = model is None
-        self._roots: Counter[str] = Counter()
-        if model is not None:
-            self._add(model, "")
-
-    def of(self, module: Any) -> str | None:
-        """Return the name of a module that is called; None where it is not part of the model."""
-        name = self._names.get(id(module))
-        if name is None and self._open:
-            kind = type(module).__name__
-            prefix = f"{kind}:" if self._roots else ""
-            self._roots[kind] += 1
-            self._add(module, prefix)
-            name = self._names[id(module)]
-        return name
-
-    def _add(self, root: Any, prefix: str) -> None:
-        for name, module in self._named(root):
-            if id(module) not in self._names:
-                self._kept.append(module)
-                self._names[id(module)] = prefix + name
-
-    def check(self, patterns: Iterable[str], call: str) -> None:
-        """Raise for a pattern that matches no module, where the model is known.
-
-        Raises:
-            UnsupportedOpError: There is one.
-        """
-        if self._open:
-            return
-        check_patterns(call, patterns, list(self._names.values()))
-
-
-def check_patterns(call: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise for a pattern that matches none of the names of a model's modules.
-
-    Raises:
-        UnsupportedOpError: There is one.
-    """
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(map(repr, names[:8]))
-            raise UnsupportedOpError(
-                f"{call} got the pattern {pattern!r}, which matches no module of the model; accepted: patterns of "
-                f"names such as {shown}. Correct it."
-            )
-
-
-def last_match(name: str, dtypes: Mapping[str, str]) -> str | None:
-    """Return what the last pattern that matches a name stands for; None where none matches."""
-    for pattern in reversed(list(dtypes)):
-        if fnmatchcase(name, pattern):
-            return dtypes[pattern]
-    return None
-
-
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A reading whose numbers are still on the device; several tensors are one value.
 
     Attributes:
+        sampled: Of each tensor of the value, the elements that belong to its sample; () where none are asked for.
         value: Every tensor, reduced.
         inputs: Every tensor that was received, reduced.
-        samples: Elements of every tensor, on the device.
-        dtype: Of the first tensor.
+        samples: Elements of the tensors, on the device, by their places in the value.
+        dtype: Of the first tensor; "" for what never came.
     """
 
     module: str
@@ -166,29 +40,30 @@ class Entry:
     operation: str
     direction: Direction
     call: int
+    sampled: tuple[slice, ...] = ()
     value: list[Reduced] = field(default_factory=list)
     inputs: list[Reduced] = field(default_factory=list)
-    samples: list[Any] = field(default_factory=list)
+    samples: dict[int, Any] = field(default_factory=dict)
     dtype: str = ""
     seconds: float | None = None
     place: str = ""
+
+    def chosen(self, place: int, values: Any, elements: int) -> Any | None:
+        """Return the elements of a flat tensor at a place of the value that belong to its sample; None for none."""
+        sampled = self.sampled[place]
+        return values[sampled] if sampled.start < elements else None
 
 
 class Log:
     """Readings in order of execution: the `Watch` of a backend."""
 
-    def __init__(
-        self,
-        watching: Watching,
-        read: Callable[[Sequence[Any]], list[list[float]]],
-        elements: Callable[[Sequence[Any]], Any],
-    ) -> None:
+    def __init__(self, watching: Watching, read: Read, elements: Callable[[Sequence[Any]], Sequence[Array]]) -> None:
         """Start empty.
 
         Args:
             watching: What to look at.
             read: Brings reduced tensors to the host.
-            elements: Brings samples to the host, as one array of float32.
+            elements: Brings samples to the host, as arrays of float32.
         """
         self.watching = watching
         self._read = read
@@ -197,11 +72,21 @@ class Log:
         self._calls: Counter[tuple[str, str, Direction]] = Counter()
         self._lock = threading.Lock()
 
-    def add(self, module: str, kind: str, operation: str, direction: Direction) -> Entry:
-        """Note the next call in a direction, and return where its values belong."""
+    def add(self, module: str, kind: str, operation: str, direction: Direction, sizes: Sequence[int] = ()) -> Entry:
+        """Note the next call in a direction, and return where its values belong.
+
+        Args:
+            module: Name of the module.
+            kind: Its class.
+            operation: "" for a module.
+            direction: Of the pass.
+            sizes: Elements of each tensor of the value.
+        """
+        samples = self.watching.samples
+        sampled = sample_slices(sizes, samples) if samples else ()
         with self._lock:
             key = module, operation, direction
-            entry = Entry(module, kind, operation, direction, self._calls[key])
+            entry = Entry(module, kind, operation, direction, self._calls[key], sampled)
             self._calls[key] += 1
             self._entries.append(entry)
         return entry
@@ -227,21 +112,50 @@ class Log:
 
     def readings(self) -> list[Reading]:
         """Return what was seen so far. Sync: one a device."""
-        entries = [entry for entry in self._entries if entry.value]
-        parts = [part for entry in entries for part in (*entry.value, *entry.inputs)]
-        numbers = iter(self._read([reduced for _, reduced in parts]))
-        result = []
-        for entry in entries:
-            value = combined([(elements, next(numbers)) for elements, _ in entry.value])
-            inputs = combined([(elements, next(numbers)) for elements, _ in entry.inputs])
-            sample = self._elements(entry.samples) if entry.samples else None
-            result.append(
-                Reading(
-                    *(entry.module, entry.kind, entry.operation, entry.direction, entry.call, entry.dtype),
-                    *(value, inputs, sample, entry.seconds, entry.place),
-                )
+        entries = [entry for entry in self._entries if entry.dtype]
+        stats = iter(read_stats([part for entry in entries for part in (entry.value, entry.inputs)], self._read))
+        samples = iter(self._samples(entries))
+        return [
+            Reading(
+                *(entry.module, entry.kind, entry.operation, entry.direction, entry.call, entry.dtype),
+                *(next(stats), next(stats), next(samples), entry.seconds, entry.place),
             )
-        return result
+            for entry in entries
+        ]
+
+    def _samples(self, entries: Sequence[Entry]) -> list[Array | None]:
+        if not self.watching.samples:
+            return [None] * len(entries)
+        import numpy as np
+
+        parts = [[part for _, part in sorted(entry.samples.items())] for entry in entries]
+        arrays = iter(self._elements([part for own in parts for part in own]))
+        return [np.concatenate([np.empty(0, np.float32), *(next(arrays) for _ in own)]) for own in parts]
+
+
+class GradientLog:
+    """The gradients of the outputs of one call: of each backward pass that comes by, one reading."""
+
+    def __init__(self, log: Log, module: str, kind: str, operation: str = "", sizes: Sequence[int] = ()) -> None:
+        """Start empty; for the arguments see `Log.add`."""
+        self._add = partial(log.add, module, kind, operation, "backward", sizes)
+        self._entry: Entry | None = None
+        self._places: set[int] = set()
+        self._lock = threading.Lock()
+
+    def at(self, place: int) -> Entry:
+        """Return where the gradient of the output at a place belongs, which has just come."""
+        with self._lock:
+            if self._entry is None or place in self._places:
+                self._entry, self._places = self._add(), set()
+            self._places.add(place)
+            return self._entry
+
+
+def read_stats(groups: Sequence[Sequence[Reduced]], read: Read) -> list[Stats]:
+    """Return the numbers of each group of reduced tensors as those of one value. Sync: one a device."""
+    numbers = iter(read([reduced for group in groups for _, reduced in group]))
+    return [combined([(elements, next(numbers)) for elements, _ in group]) for group in groups]
 
 
 def combined(parts: Sequence[tuple[int, Sequence[float]]]) -> Stats:
@@ -259,13 +173,15 @@ def combined(parts: Sequence[tuple[int, Sequence[float]]]) -> Stats:
     )
 
 
-def stride(elements: int, samples: int) -> int:
-    """Return the distance between the elements of a sample."""
-    return max(1, -(-elements // samples))
+def sample_slices(sizes: Sequence[int], samples: int) -> tuple[slice, ...]:
+    """Return of each tensor of a value, flat, the elements that belong to the value's sample.
 
-
-def module_dtypes(plan: CastPlan) -> dict[str, str]:
-    """Return the dtype of each pattern of modules in a plan, for `last_match`: deny outdoes allow."""
-    denied = dict.fromkeys(module_patterns(plan.deny), "float32")
-    allowed = [pattern for pattern in module_patterns(plan.allow) if pattern not in denied]
-    return {**dict.fromkeys(allowed, str(plan.dtype)), **denied}
+    Args:
+        sizes: Elements of each tensor.
+        samples: At most so many elements are in the sample, of all tensors together.
+    """
+    step, before, slices = stride(sum(sizes), samples), 0, []
+    for size in sizes:
+        slices.append(slice(-before % step, None, step))
+        before += size
+    return tuple(slices)

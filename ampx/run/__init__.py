@@ -40,6 +40,7 @@ from ampx.callers import (
     script_line as script_line,
 )
 
+from .backward import ScriptBackward as ScriptBackward
 from .imports import ImportAlias as ImportAlias, ImportWatch as ImportWatch, spec_of as spec_of
 from .manager import (
     Managed as Managed,
@@ -48,6 +49,7 @@ from .manager import (
     asked_by_script as asked_by_script,
     asking_code as asking_code,
 )
+from .patches import patched as patched
 from .recorder import (
     GRADIENT_SAMPLES as GRADIENT_SAMPLES,
     LossCurve as LossCurve,
@@ -55,3 +57,4 @@ from .recorder import (
     SampledGradient as SampledGradient,
 )
 from .run import Automation as Automation, Run as Run, RunSettings as RunSettings
+from .script_code import ScriptCode as ScriptCode

@@ -44,13 +44,6 @@ class RunRequest:
     log_every: int = 100  # every so many steps
 
 
-class StartProgram(BaseException):
-    """Carries a request out of the command line's parser, which would catch exceptions that are the script's."""
-
-    def __init__(self, request: RunRequest) -> None:
-        self.request = request
-
-
 REFUSED = 3
 
 

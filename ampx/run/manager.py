@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
 from ampx.errors import AmpxError
 from ampx.scale_state import is_one
 
-from .recorder import Recorder
+from .recorder import Recorder, SampledGradient
 from .run import Run
+from .script_code import ScriptCode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _MANAGED = "_ampx_managed"
@@ -22,6 +23,8 @@ _MANAGED = "_ampx_managed"
 
 class Sampler:
     """Counts operations by dtype in the first steps; a backend overrides what its framework has a way to do."""
+
+    counts = True  # operations are counted, or may be
 
     def __init__(self, recorder: Recorder) -> None:
         """Start switched off."""
@@ -32,6 +35,15 @@ class Sampler:
 
     def pause(self, paused: bool) -> None:
         """Leave out what optimizers do, which is always float32."""
+
+    @contextmanager
+    def paused(self, paused: bool = True) -> Iterator[None]:
+        """Leave that out inside; with False, count what a closure of the script does in it."""
+        self.pause(paused)
+        try:
+            yield
+        finally:
+            self.pause(not paused)
 
     def after_step(self) -> None:
         """Stop where enough was seen."""
@@ -62,19 +74,20 @@ SomeManaged = TypeVar("SomeManaged", bound=Managed)
 class _Working:
     """A region in which ampx is at work. Entered in every backward and step: a generator takes four times as long."""
 
-    __slots__ = ("_busy", "_managed", "_manager", "_quiet")
+    __slots__ = ("_busy", "_managed", "_manager", "_quiet", "_works")
 
-    def __init__(self, manager: Manager[Any], managed: Managed | None) -> None:
+    def __init__(self, manager: Manager[Any], managed: Managed | None, works: bool = True) -> None:
         self._manager = manager
         self._managed = managed
+        self._works = works
 
     def __enter__(self) -> None:
         manager, managed = self._manager, self._managed
         self._quiet = manager.quiet
-        manager.quiet = True
+        manager.quiet = self._works
         if managed is not None:
             self._busy = managed.busy
-            managed.busy = True
+            managed.busy = self._works
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._manager.quiet = self._quiet
@@ -92,6 +105,9 @@ class Manager(Generic[SomeManaged]):
         self.run = run
         self.sampler = Sampler(run.recorder) if sampler is None else sampler  # counts operations
         self.quiet = False  # code of ampx is at work, which reads gradients as they are
+        self.inside = False  # a backward of the script is running
+        self.factor: Any = 1.0  # what its gradients are multiplied by; 1.0 outside
+        self.script_code = ScriptCode()  # what that backward calls
         self._references: list[weakref.ref[Any]] = []
         run.record_own_sessions(self.follow, kind_of)
 
@@ -109,6 +125,12 @@ class Manager(Generic[SomeManaged]):
         """Whether losses are multiplied at all: with bfloat16 they are not, unless asked."""
         amp = self.run.amp
         return amp is not None and not is_one(amp.effective.loss_scale)
+
+    def begin(self, **options: Any) -> None:
+        """Start the session, with the script's first optimizer: a script may import what it does not train with."""
+        if self.run.amp is None:
+            self.run.session(**options)
+            self.sampler.start()
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -157,6 +179,109 @@ class Manager(Generic[SomeManaged]):
         kind = type(managed.raw).__name__
         managed.group = self.run.recorder.add_optimizer(kind, managed.wrapped.loss_scale, group.index, managed.place)
 
+    # -- backward ----------------------------------------------------------------------------------
+
+    @property
+    def factor_seen(self) -> Any:
+        """What the gradients are multiplied by that code called now gets."""
+        return 1.0 if self.script_code.runs else self.factor
+
+    @property
+    def shows(self) -> bool:
+        """Whether code of the script runs in a backward that is scaled."""
+        return self.script_code.runs and not (isinstance(self.factor, float) and self.factor == 1.0)
+
+    @contextmanager
+    def differentiating(self, factor: Any) -> Iterator[None]:
+        """Note that a backward runs inside, whose gradients are multiplied by this."""
+        before = self.inside, self.factor
+        self.inside, self.factor = True, factor
+        try:
+            yield
+        finally:
+            self.inside, self.factor = before
+
+    def call_unscaled(
+        self,
+        function: Callable[..., Any],
+        gradients: Sequence[Any],
+        divide: Callable[[Any, Any], Any],
+        multiply: Callable[[Any, Any, Sequence[Any]], Any],
+    ) -> Any:
+        """Call code of the script as `ScriptCode.call` does, where the backward under way is scaled.
+
+        Args:
+            function: Takes the gradients one by one.
+            gradients: What that backward hands out.
+            divide: Takes a gradient and the loss scale.
+            multiply: Takes a result, the loss scale, and the gradients as that backward handed them out.
+        """
+        factor = self.factor_seen
+        if isinstance(factor, float) and factor == 1.0:
+            return function(*gradients)
+        return self.script_code.call(
+            function,
+            gradients,
+            lambda gradient: divide(gradient, factor),
+            lambda result, _: multiply(result, factor, gradients),
+        )
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def take_step(
+        self,
+        wrapped: Any,
+        step: Callable[[], Any],
+        sample: Callable[[], Iterable[tuple[Any, ...]]],
+        managed: SomeManaged | None = None,
+    ) -> Any:
+        """Run a step that the script asked for, and have it recorded where it counted; return what it returns.
+
+        Args:
+            wrapped: The wrapper that steps.
+            step: Runs it.
+            sample: Returns the fields of `SampledGradient` for each parameter; called where they are wanted.
+            managed: The script's optimizer, whose own methods run meanwhile.
+        """
+        group = wrapped.ampx_member.group
+        before = group.steps
+        with self.run.recorder.phase("step"), self.working(managed):
+            result = step()
+        if group.steps != before:
+            self.stepped(group.index, sample, managed)
+        return result
+
+    def stepped(
+        self, group: int, sample: Callable[[], Iterable[tuple[Any, ...]]], managed: SomeManaged | None = None
+    ) -> None:
+        """Have a step that counted recorded; the arguments are those of `take_step`."""
+        recorder = self.run.recorder
+        if recorder.takes_gradients is not None:
+            with self.working(managed):
+                recorder.takes_gradients([SampledGradient(*row) for row in sample()])
+        recorder.stepped(group)
+        if self.sampler.counts:
+            self.sampler.after_step()
+
+    def seen_through(
+        self, closure: Callable[[], Any], after: Callable[[], None], managed: SomeManaged | None = None
+    ) -> Callable[[], Any]:
+        """Return the closure of a step as the script would call it: its own reads of gradients are watched again.
+
+        Args:
+            closure: Returns the loss.
+            after: Called after it.
+            managed: The script's optimizer, whose shadowed methods the closure finds.
+        """
+
+        def evaluate() -> Any:
+            with _Working(self, managed, works=False), self.sampler.paused(False):
+                loss = closure()
+            after()
+            return loss
+
+        return evaluate
+
     # -- the region --------------------------------------------------------------------------------
 
     @contextmanager
@@ -191,14 +316,8 @@ class Manager(Generic[SomeManaged]):
     def records_only(self, phase: str) -> Iterator[None]:
         """Note what the script's own session does in a backward or a step."""
         steps = phase == "step"
-        with self.run.recorder.phase(phase):
-            if steps:
-                self.sampler.pause(True)
-            try:
-                yield
-            finally:
-                if steps:
-                    self.sampler.pause(False)
+        with self.run.recorder.phase(phase), self.sampler.paused() if steps else nullcontext():
+            yield
         self.run.look()
         if steps:
             self.sampler.after_step()

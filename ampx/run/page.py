@@ -16,8 +16,7 @@ from typing import Any, Final, TypeVar
 
 import ampx
 from ampx.plugins import default_registry
-
-from .machine import describe_cpu, describe_gpus
+from ampx.run.machine import describe_cpu, describe_gpus
 
 Loss = TypeVar("Loss")
 ALARM: Final = "#b30000"

@@ -17,6 +17,7 @@ from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
 from ampx.plugins import ProvideNames, default_registry
 from ampx.policy import PolicyFile, find_level
 from ampx.protocol import METER_EVERY
+from ampx.rooms import is_there
 from ampx.session import sessions
 
 from .recorder import Recorder
@@ -187,7 +188,8 @@ class Run:
 
     def _meter(self, amp: Amp) -> None:
         """Have the recorder read the meters of a session's optimizers."""
-        amp.meter_every = self.recorder.meter_every = self.settings.meter_every
+        self.recorder.meter_every = self.settings.meter_every
+        amp.meter_every = self.settings.meter_every if is_there("ampx.numerics") else 0
 
         def read() -> Iterator[tuple[int, str, Any]]:
             for group in amp.live_groups():

@@ -9,7 +9,8 @@ from typing import Any
 
 from ampx.backend import MODULE, Array, Backend, is_module
 from ampx.errors import ConversionError, UnsupportedDtypeError, UnsupportedOpError, shown
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
+from ampx.modules import some_names, unmatched
 
 
 def check_computed(backend: Backend, device: str, dtype: str) -> None:
@@ -40,7 +41,7 @@ def denied_names(deny: Sequence[Any], names: Iterable[str]) -> frozenset[str]:
         UnsupportedOpError: An entry is of another form, or matches none.
     """
     every = [name for name in names if name]
-    some = f"{', '.join(every[:8]) or 'none'}{', …' if len(every) > 8 else ''}"
+    some = some_names(every)
     denied: set[str] = set()
     for entry in deny:
         if not is_module(entry):
@@ -48,13 +49,13 @@ def denied_names(deny: Sequence[Any], names: Iterable[str]) -> frozenset[str]:
                 f"deny got {shown(entry)}, which names no module; accepted: 'module:' and a pattern of names of the "
                 f"model's modules, which are {some}. Name the module that holds the operation."
             )
-        matches = {name for name in every if fnmatchcase(name, entry.removeprefix(MODULE))}
-        if not matches:
+        pattern = entry.removeprefix(MODULE)
+        if unmatched([pattern], every):
             raise UnsupportedOpError(
                 f"deny got {entry!r}, which matches no module of the model; accepted: patterns of names of its "
                 f"modules, which are {some}. Correct it."
             )
-        denied |= matches
+        denied |= {name for name in every if fnmatchcase(name, pattern)}
     return frozenset(denied)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from ampx.errors import InvalidOptionError
 
-# Folders whose files are somebody else's, or generated.
+# Folders of installed or generated files.
 _SKIPPED: Final = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
 
 

@@ -1,4 +1,4 @@
-"""Some files of one program: what stands around each node, and what each name stands for, across imports."""
+"""Some files of one program: the nodes around each node, and what each name means, across imports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IMPORTS: Final = re.compile(
 
 @dataclass(frozen=True)
 class Definition:
-    """What gives a name its value."""
+    """A place where a name gets its value."""
 
     node: ast.AST  # the name, parameter, function, class or import
     imported: str | None = None  # for an import, the full name of what is imported
@@ -66,6 +66,7 @@ class Modules:
 
     def __init__(self, paths: Iterable[Path] = ()) -> None:
         self._paths = {os.path.abspath(path): path for path in paths}
+        self._words = {word for path in self._paths for word in os.path.splitext(path)[0].split(os.sep)}
         self._known: dict[tuple[str, str], tuple[Path, list[str]] | None] = {}
 
     def find(self, name: str, importer: Path) -> tuple[Path, list[str]] | None:
@@ -85,6 +86,8 @@ class Modules:
             for _ in range(level - 1):
                 here = os.path.dirname(here)
             return self._below(here, [part for part in parts if part])
+        if parts[0] not in self._words:  # most imports: not of this tree
+            return None
         while True:
             for base in (here, os.path.join(here, "src")):
                 match = self._below(base, parts)
@@ -435,10 +438,26 @@ def dotted(node: ast.AST | None) -> str | None:
     return None
 
 
-def called_name(call: ast.Call) -> str:
-    """Return the last part of what a call calls."""
-    function = call.func
+def called_name(node: ast.AST | None) -> str:
+    """Return the last part of what a call calls; "" for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def receiver(node: ast.AST | None) -> ast.expr | None:
+    """Return what a method is called on: `a.b` in `a.b.step()`; None for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.value if isinstance(function, ast.Attribute) else None
+
+
+def keywords(call: ast.Call) -> dict[str | None, ast.expr]:
+    """Return the keyword arguments of a call by name; those of `**options` under None."""
+    return {keyword.arg: keyword.value for keyword in call.keywords}
+
+
+def constant(node: ast.AST | None) -> object:
+    """Return the value of a constant; None for anything else."""
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def arguments(call: ast.Call, names: Iterable[str]) -> dict[str, ast.expr] | None:

@@ -12,6 +12,7 @@ from .harness import Chosen, Harness
 
 START: Chosen = ((1.0, -2.0), (0.5,))
 FINITE: Chosen = ((0.25, -0.5), (1.5,))
+OTHER: Chosen = ((-1.5, 0.125), (2.0,))
 OVERFLOW: Chosen = ((0.25, math.inf), (1.5,))
 NAN: Chosen = ((0.25, -0.5), (math.nan,))
 # Finite themselves, but not when the framework has multiplied them by 2**16 in float32.

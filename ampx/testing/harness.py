@@ -30,7 +30,13 @@ class Harness(abc.ABC):
         guards_raw_steps: Stepping the raw optimizer while scaled gradients are pending raises `RawStepError`.
         watches_others: What a loss leaves on parameters of optimizers that it was not scaled for comes out true, or
             is refused; elsewhere the user clears it.
-        watches_true: What such a loss adds to gradients after `unscale` does so, too.
+        watches_true: What such a loss adds to gradients after `unscale` does so, too; and so does what a loss that no
+            body scaled adds to pending ones.
+        brings_backwards: What a backward left that ran in no body, or in one that raised, is added to as in the
+            framework; elsewhere the next body is refused.
+        shares_parameters: Two optimizers that hold one parameter may wait for their steps at once; elsewhere the second
+            is refused.
+        models_are_values: Two models of one class cannot be told from each other when they are called.
     """
 
     framework: ClassVar[str]
@@ -46,6 +52,9 @@ class Harness(abc.ABC):
     guards_raw_steps: ClassVar[bool] = False
     watches_others: ClassVar[bool] = False
     watches_true: ClassVar[bool] = False
+    brings_backwards: ClassVar[bool] = True
+    shares_parameters: ClassVar[bool] = False
+    models_are_values: ClassVar[bool] = False
 
     @abc.abstractmethod
     def tensor(self, values: Sequence[float], dtype: str) -> Any:
@@ -169,6 +178,21 @@ class Harness(abc.ABC):
             sum of the outputs, in float32; and the names of the modules that multiply.
         """
         raise NotImplementedError(f"{type(self).__name__}.chain: wanted because the probe is offered")
+
+    def fork(self, inputs: Sequence[float]) -> tuple[Any, Callable[[Any], Any], str] | None:
+        """Make a float32 model in which a named module returns two tensors; None where no module can.
+
+        A layer as in `chain`, with the weight 1, comes before that module, which returns a pair: one time what it
+        receives, and two times that, in tensors of their own.
+
+        Args:
+            inputs: A batch of rows of one number each.
+
+        Returns:
+            The model, a function that takes it and returns the loss, the sum of the first output and three times that
+            of the second; and the name of the module.
+        """
+        return None
 
     def model_state(self, model: Any) -> Any:
         """Read weights, gradients and buffers of a model, and the random state, as something that `==` compares."""

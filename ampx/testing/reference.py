@@ -193,7 +193,7 @@ class ReferenceOptimizer:
         self.carried: dict[int, float] = {}  # the scale that pending gradients carry, by loss id
         self.mixed = False  # a body of one loss began while gradients of another were pending
         self.scaled: dict[int, Gradients] = {}  # pending gradients by loss id, as they carry the scale
-        # True gradients that reached the parameters without this optimizer's `scale_loss`: left from the step before,
+        # Unscaled gradients that came without this optimizer's `scale_loss`: left from the step before,
         # of another optimizer's loss, of a body that raised, written by hand.
         self.extra = self._none()
         self.true: Gradients | None = None  # the sum of all, once it was unscaled; somebody may write to it

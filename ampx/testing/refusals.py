@@ -11,9 +11,6 @@ import pytest
 import ampx
 from ampx import debug
 from ampx.backend import offer
-from ampx.numerics.probe import Probe
-from ampx.run import Automation
-from ampx.shipping.converter import Converter
 
 from .base import KitTests
 from .bench import FINITE
@@ -87,6 +84,8 @@ def _names_gradients(suite: KitTests) -> None:
 
 
 def _probe(suite: KitTests) -> None:
+    from ampx.numerics.probe import Probe  # refusals are looked up without it, too
+
     suite.start()
     _not_supported(suite, lambda: ampx.trace_overflow(suite.subject.parameter([1.0])))
     _not_supported(suite, lambda: offer(suite.backend, Probe))
@@ -158,10 +157,14 @@ def _vector_losses(suite: KitTests) -> None:
 
 
 def _automation(suite: KitTests) -> None:
+    from ampx.run import Automation  # as above
+
     _not_supported(suite, lambda: offer(suite.backend, Automation))
 
 
 def _converter(suite: KitTests) -> None:
+    from ampx.shipping.converter import Converter  # as above
+
     name, dtype = suite.backend.name, suite.subject.dtype
     if "converter" in suite.backend.offers:  # only the harness's device does not compute the dtype
         model, _ = suite.subject.shipped((1.0, 2.0))
@@ -176,6 +179,8 @@ def _simulates(suite: KitTests) -> None:
     if not suite.declares("probe"):
         _probe(suite)
         return
+    from ampx.numerics.probe import Probe  # as above
+
     with (
         refused(ampx.UnsupportedDtypeError, passed="'float8_e4m3'", accepted="accepted: ", advice=""),
         offer(suite.backend, Probe).force(None, {"*": "float8_e4m3"}),

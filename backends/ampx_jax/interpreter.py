@@ -11,6 +11,7 @@ inside, and nothing becomes narrower; in a low dtype operations are cast by the 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,24 @@ class _Region:
     name: str
     dtype: str
     serial: int
+
+
+class _Regions(threading.local):
+    """The regions that read what a thread computes, the outermost first: those of `numerics.watch`."""
+
+    watches: tuple[Any, ...] = ()
+
+
+regions: Final = _Regions()
+# What modules are forced into in a thread, by patterns of their names; part of jax.jit's key.
+forced: Final = jax.make_user_context(())
+
+
+def mode_of(plan: JaxPlan | None) -> Mode:
+    """Return how operations are run in this thread now, by a plan or without one."""
+    dtypes = (*(() if plan is None else plan.forced), *forced.value)
+    device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    return Mode(plan, plan or JaxPlan(device, "bfloat16"), dtypes, bool(regions.watches))
 
 
 def evaluate(mode: Mode, closed: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -417,7 +436,7 @@ def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
 
 
 # Of each function that the script compiles, what runs it, by how it is run: a new one would be compiled anew in each
-# call, where nobody compiles what is around it.
+# call, where its surroundings are not compiled.
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[Mode, bool], Callable[..., list[Any]]]] = weakref.WeakKeyDictionary()
 
 

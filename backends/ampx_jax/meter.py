@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.numerics.formats import FORMATS
-from ampx.numerics.meter import SAMPLES, Meter, ParameterMeter
-from ampx.numerics.watching import stride
+from ampx.formats import FORMATS, stride
+from ampx.protocol import METER_SAMPLES
+
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
 
 _NUMBERS = 4  # of a parameter: moved, unchanged, flushed, and the bits of the largest magnitude
 _INFINITE = 0x7F800000  # the bits of infinity; those of finite magnitudes are smaller
@@ -88,7 +90,7 @@ def _joined(left: Any, right: Any) -> Any:
 
 
 def _sampled(values: Any) -> Any:
-    return values.reshape(-1)[:: stride(values.size, SAMPLES)].astype(jnp.float32)
+    return values.reshape(-1)[:: stride(values.size, METER_SAMPLES)].astype(jnp.float32)
 
 
 def _bits(values: Any) -> Any:
@@ -105,6 +107,8 @@ def reading(numbers: Any, compute: str, parameters: Sequence[tuple[str, int, str
     """
     if not numbers[0]:
         return None
+    from ampx.numerics.meter import Meter, ParameterMeter  # it may have been taken out; nothing is metered then
+
     bits = np.asarray(numbers, np.int32)
     rows = bits[2:].reshape(-1, _NUMBERS)
     room = math.log2(FORMATS[compute].largest)
@@ -112,7 +116,7 @@ def reading(numbers: Any, compute: str, parameters: Sequence[tuple[str, int, str
     for (name, elements, dtype), row in zip(parameters, rows, strict=True):
         moved, unchanged, flushed, _ = row.tolist()
         largest = float(row.view(np.float32)[3])
-        sampled = -(-elements // stride(elements, SAMPLES))
+        sampled = -(-elements // stride(elements, METER_SAMPLES))
         headroom = room - math.log2(largest) if largest else None
         entries.append(ParameterMeter(name, dtype, sampled, moved, unchanged, flushed, 0, headroom))
     return Meter(int(bits[0]), compute, float(bits[1:2].view(np.float32)[0]), tuple(entries))

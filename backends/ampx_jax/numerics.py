@@ -15,13 +15,10 @@ import math
 import os
 import re
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import jax
@@ -31,14 +28,15 @@ from jax.extend import core, source_info_util
 
 import ampx
 from ampx.backend import CastPlan, Device
-from ampx.numerics.formats import FORMATS
-from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Stats, Step, Watching
+from ampx.formats import FORMATS
+from ampx.modules import check_patterns
+from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Step, Watching
 from ampx.numerics.timing import timed
+from ampx.numerics.watching import Log, Reduced, read_stats, sample_slices
 
 from . import casting, equations, interpreter, rules, scopes, taps
 from .interpreter import Mode
 from .optimizer import unscale
-from .rules import JaxPlan
 from .state import path_name
 from .taps import SIMULATED, is_floating
 
@@ -48,19 +46,9 @@ LOW: Final = frozenset({"float16", "bfloat16"})
 # -- what is read of a value ----------------------------------------------------------------------------------
 
 
-def _thresholds(dtype: str) -> tuple[float, float]:
-    """Return the largest magnitude that a dtype rounds to zero, and the smallest that it rounds to infinity or NaN."""
-    limits = FORMATS[dtype]
-    ulp = 2.0 ** (math.frexp(limits.largest)[1] - limits.bits)
-    middle = limits.largest + ulp / 2
-    # A tie goes to the even neighbour.
-    overflows = middle if (limits.largest / ulp) % 2 else math.nextafter(middle, math.inf)
-    return limits.smallest / 2, overflows
-
-
-@functools.partial(jax.jit, static_argnames=("dtype", "samples"))
-def _measure(value: Any, dtype: str, samples: int) -> tuple[Any, Any, Any]:
-    """Reduce a floating array: five counts, three magnitudes, and a sample as float32.
+@functools.partial(jax.jit, static_argnames=("dtype", "first", "step"))
+def _measure(value: Any, dtype: str, first: int = 0, step: int = 0) -> tuple[Any, Any, Any]:
+    """Reduce a floating array: five counts, three magnitudes, and every `step`-th element as float32.
 
     All is done with the bits of the numbers, since a CPU may take subnormal ones for zero.
     """
@@ -80,12 +68,13 @@ def _measure(value: Any, dtype: str, samples: int) -> tuple[Any, Any, Any]:
             rounded = np.nextafter(rounded, number(math.inf))
         return rounded.view(integer)[()]
 
-    flushed, overflows = _thresholds(dtype)
+    form = FORMATS[dtype]
+    overflows = form.halfway if form.infinite else math.nextafter(form.halfway, math.inf)
     counts = [
         ~finite,
         magnitude > infinity,
         zero,
-        ~zero & (magnitude <= limit(flushed, "most")),
+        ~zero & (magnitude <= limit(form.flushes_to, "most")),
         finite & (magnitude >= limit(overflows, "least")),
     ]
     top = integer(2 ** (width - 1) - 1)
@@ -104,8 +93,7 @@ def _measure(value: Any, dtype: str, samples: int) -> tuple[Any, Any, Any]:
         _join,
         (0,),
     )
-    stride = -(-value.size // samples) if samples and value.size else 1
-    sample = value[::stride].astype(np.float32) if samples else jnp.zeros(0, np.float32)
+    sample = value[first::step].astype(np.float32) if step else jnp.zeros(0, np.float32)
     return jnp.stack(numbers[: len(counts)]), jnp.stack(numbers[len(counts) :]), sample
 
 
@@ -116,37 +104,31 @@ def _join(numbers: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*joined, jnp.maximum(*largest), jnp.minimum(*smallest), jnp.minimum(*lowest))
 
 
-def _stats(elements: int, measured: Sequence[Any]) -> Stats:
-    """Join the measures of several arrays."""
-    joined = Stats(elements)
-    lowest: list[float] = []
-    smallest: list[float] = []
-    for counts, extremes, _ in measured:
-        kind = np.float64 if extremes.dtype == np.uint64 else np.float32
-        width = 8 * extremes.dtype.itemsize
-        largest, least, ordered = (int(number) for number in extremes)
-        sign = 1 << (width - 1)
+def _numbers(measured: tuple[Any, Any, Any]) -> list[float]:
+    """Return the measures of an array on the host as the numbers of `NUMBERS`."""
+    counts, extremes, _ = measured
+    kind = np.float64 if extremes.dtype == np.uint64 else np.float32
+    width = 8 * extremes.dtype.itemsize
+    largest, least, ordered = (int(number) for number in extremes)
+    sign = 1 << (width - 1)
 
-        def number_of(bits: int, kind: Any = kind, extremes: Any = extremes) -> float:
-            return float(np.asarray(bits, extremes.dtype).view(kind))
+    def number_of(bits: int) -> float:
+        return float(np.asarray(bits, extremes.dtype).view(kind))
 
-        if math.isfinite(number_of(least)):
-            smallest.append(number_of(least))
-        if ordered != 2**width - 1:
-            negative = ordered < sign
-            number = -number_of(sign - 1 - ordered) if negative else number_of(ordered - sign)
-            lowest.append(number + 0.0)  # -0.0 is 0.0
-        nonfinite, nan, zeros, flushed, overflowed = (int(count) for count in counts)
-        joined = replace(
-            joined,
-            nonfinite=joined.nonfinite + nonfinite,
-            nan=joined.nan + nan,
-            zeros=joined.zeros + zeros,
-            largest=max(joined.largest, number_of(largest)),
-            flushed=joined.flushed + flushed,
-            overflowed=joined.overflowed + overflowed,
-        )
-    return replace(joined, smallest=min(smallest, default=0.0), lowest=min(lowest, default=0.0))
+    negative = ordered < sign
+    lowest = -number_of(sign - 1 - ordered) if negative else number_of(ordered - sign)
+    lowest = math.inf if ordered == 2**width - 1 else lowest + 0.0  # -0.0 is 0.0
+    nonfinite, nan, zeros, flushed, overflowed = (int(count) for count in counts)
+    return [nonfinite, nan, zeros, number_of(largest), number_of(least), lowest, flushed, overflowed]
+
+
+def _reduced(elements: Sequence[int], measured: Sequence[Any]) -> list[Reduced]:
+    return list(zip(elements, measured, strict=True))
+
+
+def _read(measured: Sequence[Any]) -> list[list[float]]:
+    """Return the numbers of measures that are on the host."""
+    return [_numbers(own) for own in measured]
 
 
 @functools.partial(
@@ -161,7 +143,7 @@ class _Entry:
     Attributes:
         value: Measures of its arrays.
         inputs: Measures of what the module or operation received.
-        elements: Of the value, and of the inputs.
+        elements: Of each array of the value, and of the inputs.
     """
 
     value: list[Any]
@@ -173,7 +155,7 @@ class _Entry:
     dtype: str
     place: str
     seconds: float | None
-    elements: tuple[int, int]
+    elements: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["turn"], meta_fields=["length", "backwards"])
@@ -224,41 +206,14 @@ class WatchRegion:
 
     def readings(self) -> list[Reading]:
         """Return what was seen so far, in order of execution. Sync: one a device."""
-        calls: Counter[tuple[str, str, str]] = Counter()
-        readings = []
-        for entry in _flatten(jax.device_get(self.entries)):
-            key = (entry.module, entry.operation, entry.direction)
-            sample = None
-            if self.watching.samples:
-                sample = np.concatenate([measured[2] for measured in entry.value])
-            readings.append(
-                Reading(
-                    module=entry.module,
-                    kind=entry.kind,
-                    operation=entry.operation,
-                    direction=entry.direction,
-                    call=calls[key],
-                    dtype=entry.dtype,
-                    value=_stats(entry.elements[0], entry.value),
-                    inputs=_stats(entry.elements[1], entry.inputs),
-                    sample=sample,
-                    seconds=entry.seconds,
-                    place=entry.place,
-                )
-            )
-            calls[key] += 1
-        return readings
-
-
-class _Regions(threading.local):
-    """The regions that a thread is in, the outermost first."""
-
-    watches: tuple[WatchRegion, ...] = ()
-
-
-_regions: Final = _Regions()
-# What modules are forced into in a thread; part of jax.jit's key.
-_forced: Final = jax.make_user_context(())
+        log = Log(self.watching, _read, list)
+        for seen in _flatten(jax.device_get(self.entries)):
+            entry = log.add(seen.module, seen.kind, seen.operation, seen.direction)
+            entry.dtype, entry.seconds, entry.place = seen.dtype, seen.seconds, seen.place
+            entry.value = _reduced(seen.elements[0], seen.value)
+            entry.inputs = _reduced(seen.elements[1], seen.inputs)
+            entry.samples = {place: sample for place, (_, _, sample) in enumerate(seen.value)}
+        return log.readings()
 
 
 @contextmanager
@@ -274,15 +229,15 @@ def watch(model: Any, watching: Watching) -> Iterator[WatchRegion]:
             f"watch got dtype={watching.dtype!r}; accepted: {', '.join(FORMATS)}. Pass one of these."
         )
     _check_patterns(model, watching.modules, "watch")
-    region, before = WatchRegion(watching), _regions.watches
+    region, before = WatchRegion(watching), interpreter.regions.watches
     heard = taps.listening.heard
-    _regions.watches = (*before, region)
+    interpreter.regions.watches = (*before, region)
     try:
         with scopes.naming(model, True), jax.disable_jit():
-            taps.listening.heard = Reader(_regions.watches).hear
+            taps.listening.heard = Reader(interpreter.regions.watches).hear
             yield region
     finally:
-        _regions.watches, taps.listening.heard = before, heard
+        interpreter.regions.watches, taps.listening.heard = before, heard
 
 
 @contextmanager
@@ -300,7 +255,7 @@ def force(model: Any, dtypes: Mapping[str, str]) -> Iterator[None]:
                 f"force got {dtype!r} for {pattern!r}; accepted: {', '.join(accepted)}. Pass one of these."
             )
     _check_patterns(model, dtypes, "force")
-    with _forced((*_forced.value, *dtypes.items())):
+    with interpreter.forced((*interpreter.forced.value, *dtypes.items())):
         yield
 
 
@@ -316,14 +271,8 @@ def require_matches(patterns: Iterable[str], names: Collection[str], call: str) 
     Raises:
         UnsupportedOpError: There is one.
     """
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            listed = ", ".join(repr(name) for name in sorted(names)[:8]) or "none"
-            raise ampx.UnsupportedOpError(
-                f"{call} got the pattern {pattern!r}, which matches no module; accepted: patterns of {listed}"
-                f"{', …' if len(names) > 8 else ''}. Pass one of these names; a module is one of flax, or a "
-                f"jax.named_scope."
-            )
+    advice = "Pass one of these names; a module is one of flax, or a jax.named_scope."
+    check_patterns(call, patterns, sorted(names), advice)
 
 
 # -- reading --------------------------------------------------------------------------------------------------
@@ -507,10 +456,15 @@ class Reader:
         self, watching: Watching, values: list[Any], inputs: list[Any], module: str, kind: str, operation: str,
         direction: Any, place: str, seconds: float | None
     ) -> _Entry:  # fmt: skip
+        sizes = tuple(value.size for value in values), tuple(value.size for value in inputs)
+        sampled = sample_slices(sizes[0], watching.samples) if watching.samples else [slice(0, None, 0)] * len(values)
         with jax.disable_jit(False):
             measured = (
-                [_measure(value, watching.dtype, watching.samples) for value in values],
-                [_measure(value, watching.dtype, 0) for value in inputs],
+                [
+                    _measure(value, watching.dtype, own.start, own.step)
+                    for value, own in zip(values, sampled, strict=True)
+                ],
+                [_measure(value, watching.dtype) for value in inputs],
             )
         return _Entry(
             *measured,
@@ -521,7 +475,7 @@ class Reader:
             str(values[0].dtype),
             place,
             seconds,
-            (sum(value.size for value in values), sum(value.size for value in inputs)),
+            sizes,
         )
 
 
@@ -588,19 +542,12 @@ def _split(model: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]]:
 
 def watched() -> tuple[WatchRegion, ...]:
     """Return the regions of `watch` that this thread is in."""
-    return _regions.watches
-
-
-def mode_of(plan: JaxPlan | None) -> Mode:
-    """Return how operations are run in this thread now, by a plan or without one."""
-    forced = (*(() if plan is None else plan.forced), *_forced.value)
-    device = "cpu" if jax.default_backend() == "cpu" else "cuda"
-    return Mode(plan, plan or JaxPlan(device, "bfloat16"), forced, bool(_regions.watches))
+    return interpreter.regions.watches
 
 
 def read(closed: Any, arrays: Sequence[Any]) -> list[Any]:
     """Run a trace of concrete arrays, and let the regions of `watch` read it."""
-    watches = _regions.watches
+    watches = interpreter.regions.watches
     with jax.disable_jit(False):
         results, entries = Reader(watches).run(closed, arrays, False)
     for region, own in zip(watches, entries, strict=True):
@@ -615,21 +562,24 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
         LossError: What `step` returned is no loss.
         UnsupportedOpError: A pattern of a region around matches no module.
     """
-    watches = _regions.watches
+    watches = interpreter.regions.watches
     named, mode, both = _differentiated(model, step, plan, bool(watches))
     arrays = [jnp.asarray(leaf) for leaf in named.values()]
     reader = Reader(watches)
     with casting.active(None), jax.disable_jit(False):
         closed = jax.make_jaxpr(both)(arrays, jnp.float32(scale))
         (loss, *gradients), entries = reader.run(closed, [*arrays, jnp.float32(scale)], True)
-        measured = [_measure(array, "float32", 0) for array in arrays]
+        measured = [_measure(array, "float32") for array in arrays]
     names = mode.seen | reader.seen
     for region, own in zip(watches, entries, strict=True):
         require_matches(region.watching.modules, names, "watch")
         region.entries.extend(own)
-    require_matches(dict(_forced.value), names, "force")
+    require_matches(dict(interpreter.forced.value), names, "force")
     reached = _reached(closed.jaxpr)
     loss, gradients, measured = jax.device_get((loss, gradients, measured))
+    stats = read_stats(
+        [_reduced([leaf.size], [own]) for leaf, own in zip(named.values(), measured, strict=True)], _read
+    )
     return Replayed(
         float(loss),
         {
@@ -637,7 +587,7 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
             for name, gradient, counts in zip(named, gradients, reached, strict=True)
             if counts
         },
-        {name: _stats(leaf.size, [own]) for (name, leaf), own in zip(named.items(), measured, strict=True)},
+        dict(zip(named, stats, strict=True)),
     )
 
 
@@ -670,7 +620,7 @@ def _differentiated(
         seen: Modules are watched.
     """
     named, merge = _split(model)
-    mode = mode_of(None if plan is None else rules.resolve(plan))
+    mode = interpreter.mode_of(None if plan is None else rules.resolve(plan))
 
     def loss_of(arrays: list[Any]) -> Any:
         own = merge(arrays)

@@ -48,7 +48,7 @@ def wrap(
     """Return a transformation of scaled gradients whose state carries the loss scale.
 
     Args:
-        inner: What turns true gradients into updates.
+        inner: What turns unscaled gradients into updates.
         group: The loss scale's configuration, whether it is enabled, and its position in the order of wrapping.
         options: `max_grad_norm`, `max_grad_value`, and `axis_name`: names of mapped axes (`shard_map`, `pmap`, `vmap`)
             over which finiteness is agreed on; and the session's `plan`, whose level may ask for float32 copies.

@@ -27,7 +27,7 @@ import optax
 
 import ampx
 from ampx.backend import CastPlan
-from ampx.numerics.watching import check_patterns, module_dtypes
+from ampx.modules import check_patterns, module_dtypes
 
 from . import state as states
 from .casting import is_array

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ampx
 from ampx.backend import CastPlan, is_module
 from ampx.errors import meant
-from ampx.numerics.watching import module_dtypes
+from ampx.modules import module_dtypes
 
 
 def _names_in(text: str) -> frozenset[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,15 @@ import numpy as np
 import optax
 
 import ampx
-from ampx.numerics.meter import Meter, report
 from ampx.protocol import Handle, ScaleGroup, Standing, refuse_values
 from ampx.scale_state import LossScale, LossScaleState, is_one
 from ampx.session import new_group
 
 from . import meter
 from .casting import is_array
+
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
 
 jax.tree_util.register_dataclass(
     ampx.StepResult, data_fields=[field.name for field in fields(ampx.StepResult)], meta_fields=[]
@@ -155,7 +157,7 @@ class AmpState(NamedTuple):
     Attributes:
         packed: `Numbers` as one int32 array; None where the checkpoint of a disabled session was restored, until the
             next step.
-        grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
+        grad_norm: float32, L2 norm of the last step's unscaled gradients; None where nothing clips by norm.
         meter: int32, what `ampx_jax.meter` counted; None where it never looks.
         settings: Configuration; no array.
         masters: At O2 a tree like the parameters, with float32 copies of those that are of low precision and None for
@@ -534,6 +536,8 @@ class StateHandle(Handle):
                 group.send(event)
         last = self.meter
         if last is not None and last.step > since:
+            from ampx.numerics.meter import report  # who metered has it
+
             report(group, last.step, last.lost, last.flushed, last.headroom)
         return result
 

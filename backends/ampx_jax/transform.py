@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from . import modules, numerics, scopes
+from . import modules, scopes
 from .casting import active, is_array
 from .equations import own_rules
-from .interpreter import evaluate
+from .interpreter import evaluate, mode_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -61,7 +61,7 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, scale: Any = None
         scale: What its result will be multiplied by before it is differentiated: derivative rules that the user's own
             code has written get cotangents that are divided by it, and what they return is multiplied again.
     """
-    mode = numerics.mode_of(active.value)
+    mode = mode_of(active.value)
     if mode.plan is None and not (mode.forced or mode.taps):
         return function(*args, **kwargs)
     named = scopes.naming(None, mode.taps) if mode.forced or mode.taps else nullcontext()

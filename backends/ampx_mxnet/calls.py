@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ampx.backend import leaves
-from ampx.numerics.watching import Calls
+from ampx.modules import CallInterceptors
 
 from .compat import mx
 
@@ -27,7 +27,7 @@ def _uninstall() -> None:
     mx.gluon.Block.__call__ = mx.gluon.Block.__call__.__wrapped__
 
 
-calls: Final = Calls(_install, _uninstall)
+calls: Final = CallInterceptors(_install, _uninstall)
 
 
 def is_traced(inputs: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ampx.backend import leaves, map_leaves
-from ampx.numerics.formats import FORMATS, Format
+from ampx.formats import FORMATS, Format
 from ampx.policy import Dtype
 
 from . import devices

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from .old import estimator
+from ampx.rooms import import_part
 
 if TYPE_CHECKING:
     from .old.estimator import *  # noqa: F403
 
-sys.modules[__name__] = estimator
+sys.modules[__name__] = import_part("ampx_mxnet.old.estimator", __name__)

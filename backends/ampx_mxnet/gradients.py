@@ -6,15 +6,17 @@ import ctypes
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ampx.numerics.host_meter import Sampled
-from ampx.numerics.meter import SAMPLES
-from ampx.numerics.watching import stride
-from ampx.run import GRADIENT_SAMPLES, SampledGradient
+from ampx.backend import Array
+from ampx.formats import stride
+from ampx.protocol import METER_SAMPLES
 
 from .compat import mx
 from .dtypes import name_of
+
+if TYPE_CHECKING:
+    from ampx.numerics.host_meter import Sampled
 
 # The originals: what `amp.init` makes of the first two looks at every gradient's dtype, and of the last one casts.
 _multi_all_finite: Final = mx.nd.multi_all_finite
@@ -348,6 +350,8 @@ def meter_samples(trainer: Any, gradients: bool) -> list[Sampled]:
 
     Those in low precision are left out where MXNet updates float32 copies of its own.
     """
+    from ampx.numerics.host_meter import Sampled  # it may have been taken out; nothing is metered then
+
     copied = getattr(trainer._optimizer, "multi_precision", False)
     sampled = []
     with mx.autograd.pause():
@@ -361,17 +365,20 @@ def meter_samples(trainer: Any, gradients: bool) -> list[Sampled]:
     return sampled
 
 
-def sample(trainer: Any) -> list[SampledGradient]:
-    """Sample the dense gradients of the first context. Sync: one for each of them."""
+def sample(trainer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array]]:
+    """Return name, shape and a sample of the gradient, on the first context, of parameters with dense ones.
+
+    Sync: one for each of them.
+    """
     with mx.autograd.pause():
         return [
-            SampledGradient(parameter.name, tuple(parameter.shape), _sample(gradient, GRADIENT_SAMPLES))
+            (parameter.name, tuple(parameter.shape), _sample(gradient, samples))
             for parameter in parameters(trainer)
             for gradient in parameter._grad[:1]
         ]
 
 
-def _sample(tensor: Any, samples: int = SAMPLES) -> Any:
+def _sample(tensor: Any, samples: int = METER_SAMPLES) -> Any:
     """Return elements as float32; few elements come as they are, because four calls take longer than they do."""
     values = _classic([tensor])[0]
     if values.size > samples:

@@ -15,8 +15,8 @@ from ampx.shipping.layers import arguments, check_computed, check_fits, denied_n
 
 from .calls import named
 from .compat import mx
+from .convert import convert_model
 from .dtypes import DTYPES, name_of
-from .old.convert import convert_model
 
 
 def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:

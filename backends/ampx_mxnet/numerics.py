@@ -19,25 +19,15 @@ from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 
-from ampx.backend import Backend, CastPlan, Device
+from ampx.backend import Array, Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import DetachedLossError, UnsupportedDtypeError
-from ampx.numerics.formats import FORMATS, Format
-from ampx.numerics.probe import Probe, Reading, Replayed, Step, Watch, Watching
+from ampx.formats import FORMATS, Format
+from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names, last_match
+from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Step, Watch, Watching
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
-from ampx.numerics.watching import (
-    FORCES,
-    GRADIENTS,
-    WATCHERS,
-    Entry,
-    Log,
-    Names,
-    Reduced,
-    combined,
-    last_match,
-    stride,
-)
+from ampx.numerics.watching import Entry, GradientLog, Log, Reduced, read_stats
 from ampx.policy import Dtype
 from ampx.scaling import check_loss
 
@@ -148,7 +138,7 @@ def watch(model: Any | None, watching: Watching) -> Iterator[Watch]:
     """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
     names = Names(model, named)
     names.check(watching.modules, "watch")
-    log = _Log(watching, _read, _elements)
+    log = _Log(watching, _read, _arrays)
     watcher = _Watcher(log, names)
     with ExitStack() as stack:
         stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher)))
@@ -171,7 +161,6 @@ class _Watcher:
         self.log = log
         self._names = names
         self._format = FORMATS[log.watching.dtype]
-        self._lock = threading.Lock()
 
     def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Read the output of a block, and have the gradient of it read when it comes."""
@@ -189,23 +178,32 @@ class _Watcher:
             _thread.blocks = blocks
         if not watched:
             return output
-        entry = self.log.add(name, kind, "", "forward")
+        entry = self._note(name, kind, "", "forward", output)
         entry.inputs, entry.seconds = received, seconds
-        self.note(entry, output)
-        return self._shown(output, lambda: self.log.add(name, kind, "", "backward"))
+        return self._shown(output, name, kind, "")
 
-    def _shown(self, value: Any, add: Callable[[], Entry], skipped: frozenset[int] = frozenset()) -> Any:
+    def _shown(
+        self, value: Any, name: str, kind: str, operation: str, line: str = "", skipped: frozenset[int] = frozenset()
+    ) -> Any:
         """Have the gradients of a value read when they come: as one value, in the place of the first."""
-        entries: list[Entry] = []
+        shown = [leaf for leaf in dtypes.floating(value) if leaf.size and id(leaf) not in skipped]
+        gradients = GradientLog(self.log, name, kind, operation, [leaf.size for leaf in shown])
+        places = iter(range(len(shown)))
 
-        def look(gradient: Any) -> None:
-            with self._lock:
-                if not entries:
-                    entries.append(add())
-            self.note(entries[0], gradient)
+        def behind(leaf: Any) -> Any:
+            if not leaf.size or id(leaf) in skipped:
+                return leaf
+            place = next(places)
+
+            def look(gradient: Any) -> None:
+                entry = gradients.at(place)
+                entry.place = line
+                self._take(entry, [gradient], place)
+
+            return _behind(leaf, look)
 
         with _quiet():
-            return dtypes.each(value, lambda leaf: leaf if id(leaf) in skipped else _behind(leaf, look))
+            return dtypes.each(value, behind)
 
     def operate(self, name: str, operation: Callable[..., Any], args: Any, options: Any) -> Any:
         """Read what an operation returns, and have read what its part of the backward pass returns."""
@@ -215,31 +213,31 @@ class _Watcher:
         read = {key: value for key, value in options.items() if key != "out"}  # it may have no shape yet
         place, received = script_line(), self.reduce((args, read))
 
-        def add() -> Entry:
-            entry = self.log.add(module, kind, f"_backward_{name}", "backward")
-            entry.place = place
-            return entry
-
         written = {id(value) for key, value in options.items() if key in _WRITTEN}
         written |= {id(value) for value in args[3:5]} if name in _NORMS else set()
-        args, options = self._shown((args, options), add, frozenset(written))
+        args, options = self._shown((args, options), module, kind, f"_backward_{name}", place, frozenset(written))
         output = operation(*args, **options)
-        entry = self.log.add(module, kind, name, "backward" if in_backward() else "forward")
+        entry = self._note(module, kind, name, "backward" if in_backward() else "forward", output)
         entry.inputs, entry.place = received, place
-        self.note(entry, output)
         return output
 
-    def note(self, entry: Entry, value: Any) -> None:
-        """Reduce a value, and keep its sample."""
+    def _note(self, module: str, kind: str, operation: str, direction: Direction, value: Any) -> Entry:
         tensors = [tensor for tensor in dtypes.floating(value) if tensor.size]
+        entry = self.log.add(module, kind, operation, direction, [tensor.size for tensor in tensors])
+        self._take(entry, tensors)
+        return entry
+
+    def _take(self, entry: Entry, tensors: Sequence[Any], first: int = 0) -> None:
+        """Reduce tensors of a value, and keep what belongs to its sample; the first has a place in the value."""
         entry.value += self.reduce(tensors)
-        samples = self.log.watching.samples
-        for tensor in tensors:
+        for place, tensor in enumerate(tensors, first):
             entry.dtype = entry.dtype or dtypes.name_of(tensor.dtype)
-            if samples:
+            if entry.sampled:
                 with mx.autograd.pause(), _quiet():
                     values = _values(tensor)
-                    entry.samples.append(values[:: stride(values.size, samples)].astype("float32"))
+                    sample = entry.chosen(place, values, values.size)
+                    if sample is not None:
+                        entry.samples[place] = sample.astype("float32")
 
     def reduce(self, value: Any) -> list[Reduced]:
         """Reduce the floating arrays of a value, on their device."""
@@ -293,9 +291,9 @@ def _read(vectors: Sequence[Any]) -> list[list[float]]:
     return [read[index] for index in range(len(vectors))]
 
 
-def _elements(samples: Sequence[Any]) -> Any:
+def _arrays(samples: Sequence[Any]) -> list[Array]:
     """Bring samples to the host."""
-    return np.concatenate([sample.asnumpy() for sample in samples])
+    return [sample.asnumpy() for sample in samples]
 
 
 @contextmanager
@@ -382,7 +380,7 @@ class _Force:
 
 
 class _Rounding:
-    """Rounds the gradients of outputs, outside of those who watch them."""
+    """Rounds the gradients of outputs, outside of the hooks that watch them."""
 
     def __init__(self, force: _Force) -> None:
         self._force = force
@@ -447,9 +445,8 @@ def replay(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scal
         gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_fresh(parameter)}
         value = float(dtypes.cast_tensor(loss, "float32").asnumpy().sum())  # a loss a sample: backward adds them up
         initialized = {name: parameter for name, parameter in trained.items() if parameter._data is not None}
-    reduced = [_reduced(parameter.list_data()[0], limits) for parameter in initialized.values()]
-    numbers = zip(initialized, reduced, _read([vector for _, vector in reduced]), strict=True)
-    return Replayed(value, gradients, {name: combined([(size, values)]) for name, (size, _), values in numbers})
+    stats = read_stats([[_reduced(parameter.list_data()[0], limits)] for parameter in initialized.values()], _read)
+    return Replayed(value, gradients, dict(zip(initialized, stats, strict=True)))
 
 
 def clock(backend: Backend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ampx.backend import CastPlan, map_leaves
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
-from ampx.numerics.watching import Names, last_match, module_dtypes
+from ampx.modules import Names, inherited, last_match, module_dtypes
 
 from . import casting, dtypes
 from .calls import named
@@ -108,7 +108,7 @@ def _parameters_to_lower(models: list[Any], plan: CastPlan) -> list[Any]:
     for model in models:
         for name, block in named(model):
             own = [parameter for parameter in block._reg_params.values() if _is_float32(parameter)]
-            dtype = _ruled(name, rules)
+            dtype = inherited(name, lambda own: last_match(own, rules))
             always = isinstance(block, _ALWAYS_FLOAT32)
             norm = isinstance(block, _NORMS) and plan.level == "O2" and dtype != plan.dtype
             if always or norm or dtype == "float32":
@@ -130,15 +130,6 @@ def _parameters_to_lower(models: list[Any], plan: CastPlan) -> list[Any]:
 def _is_float32(parameter: Any) -> bool:
     # A constant takes part in no update, and op lists cast it like any other operand.
     return not isinstance(parameter, mx.gluon.Constant) and dtypes.name_of(parameter.dtype) == "float32"
-
-
-def _ruled(name: str, rules: Any) -> str | None:
-    """Return what the last rule about a block, or else about the block that it is in, says."""
-    while True:
-        dtype: str | None = last_match(name, rules)
-        if dtype is not None or not name:
-            return dtype
-        name = name.rpartition(".")[0]
 
 
 def _forget_graphs(block: Any) -> None:

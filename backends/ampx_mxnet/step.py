@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ampx.backend import GenericBackend
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
-from ampx.numerics.host_meter import HostMeter
-from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Member
+from ampx.protocol import Member, make_meter
 from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
 
@@ -30,6 +27,9 @@ from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook
 from .losses_by_id import LossMixer
 from .low_precision import low_parameters
+
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
 
 # What is the wrapper's own; everything else is read and set on the raw trainer.
 _OWN: Final = frozenset(
@@ -55,7 +55,7 @@ _living: Final[weakref.WeakSet[AmpTrainer]] = weakref.WeakSet()  # some may shar
 class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     """A gluon trainer with its own loss scale.
 
-    True gradients are what hangs on the parameters, divided by the loss scale. The batch size divides later, in `step`,
+    Unscaled gradients are those on the parameters, divided by the loss scale. The batch size divides later, in `step`,
     as in MXNet: bounds of clipping are compared before that.
     """
 
@@ -79,7 +79,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._kvstore_before = dict(trainer._kvstore_params)
         # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
         self._used = False
-        # The scale that gradients carry which the last step used and nobody cleared; infinity where nobody can tell.
+        # The scale of gradients that the last step used and that were not cleared; infinity where it is unknown.
         self._left: float | None = None
         # The raw trainer's own factor, while a step has another in its place.
         self._own_scale: float | None = None
@@ -116,7 +116,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
         self.ampx_member.belong_to(self)
-        self._meter = HostMeter(self._compute)
+        self._meter = make_meter(self._compute, gradients.meter_samples)
+        self.ampx_member.observers = (self._meter,)
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
         if self.ampx_member.group.enabled:
             self._hook.watch(self.trainer)
@@ -150,11 +151,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: one, as with MXNet's own scaler.
         """
-        self._metered(self.trainer.step, batch_size, ignore_stale_grad)
+        self._step(self.trainer.step, batch_size, ignore_stale_grad)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Step after `allreduce_grads`; see `step`. Sync: one."""
-        self._metered(self.trainer.update, batch_size, ignore_stale_grad)
+        self._step(self.trainer.update, batch_size, ignore_stale_grad)
 
     def allreduce_grads(self) -> None:
         """Add up the contexts' gradients, for `update` or `step`. Sync: as the trainer's store."""
@@ -186,19 +187,14 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 for data in parameter.list_data():
                     data.wait_to_read()
 
-    def _metered(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
-        self._meter.step(
-            self.ampx_member,
-            lambda: self._step(run, batch_size, ignore_stale_grad),
-            partial(gradients.meter_samples, self.trainer),
-        )
-
     def ampx_meter(self) -> Meter | None:
         """Return what the last update that was looked at did."""
         return self._meter.last()
 
     def _step(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
         raw, member = self.trainer, self.ampx_member
+        if member.observers:
+            member.begin_step(self)
         if callable(batch_size):
             self._backend.refuse("arguments of step beyond MXNet's (closures)")
         if not member.group.enabled:
@@ -213,7 +209,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._check_divided_once()
         self._start_store()
         self._accumulation.reset()
-        # The factor of MXNet's optimizers divides on the way, where nothing needs the true gradients themselves; others
+        # The factor of MXNet's optimizers divides on the way, where nothing needs the unscaled gradients; others
         # may look at a gradient before they multiply it, or never do.
         folds = type(raw._optimizer).__module__.startswith("mxnet.")
         divides = folds and not self._true and not self._clips and member.factor >= 1
@@ -302,7 +298,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._true = True
 
     def _look_again(self, batches: gradients.Batches) -> None:
-        """Test true gradients once more: somebody may have written to them since."""
+        """Test unscaled gradients once more: they may have been written to since."""
         again = gradients.all_finite(batches)
         self._finite = again if self._finite is None else self._finite * again
 
@@ -354,7 +350,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self.ampx_member.end_clear()
 
     def _check_divided_once(self) -> None:
-        """Raise where another trainer has made true gradients that this one would divide by their scale again."""
+        """Raise where another trainer has made unscaled gradients that this one would divide by their scale again."""
         if len(_living) < 2 or self.ampx_member.stage != "scaled" or self.ampx_member.factor == 1:
             return
         own = set(map(id, self.trainer._params))
@@ -370,7 +366,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                     f"up. Step that trainer first."
                 )
 
-    # -- true gradients ------------------------------------------------------------------------------
+    # -- unscaled gradients --------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
         """Add up the contexts' gradients and divide by the scale, in place."""
@@ -392,7 +388,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member.note_unscaled()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
+        """Clip the unscaled gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         self.ampx_unscale()
         self.ampx_member.begin_change()
         with switch.Region(None):
@@ -402,7 +398,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return mx.np.array(norm, dtype="float64" if norm > FLOAT32_MAX else "float32")
 
     def rescale(self, factor: float) -> None:
-        """Multiply true gradients, so that they carry this loss scale again and further ones may be added."""
+        """Multiply unscaled gradients, so that they carry this loss scale again and further ones may be added."""
         self.ampx_member.begin_change()
         gradients.rescale(gradients.parameters(self.trainer), factor)
         self._narrow()
@@ -418,8 +414,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return all(parameter.grad_req == "null" for parameter in self.trainer._params)
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether the next backward overwrites true gradients."""
-        return not self._mixer.active and not self._adding()
+        """Return whether the next backward overwrites unscaled gradients, or all that add are zeros.
+
+        Sync: one a gradient that adds, until one is not.
+        """
+        return not self._mixer.active and not gradients.any_nonzero(self._adding())
 
     def ampx_notice_cleared(self) -> None:
         """Forget them: a step skipped by hand."""
@@ -471,7 +470,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._accumulation.begin()
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Add it; where there are several losses, to the true gradients.
+        """Add it; where there are several losses, to the unscaled gradients.
 
         Raises:
             ProtocolError: MXNet has overwritten gradients of another loss; all are cleared.
@@ -533,10 +532,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return [*adding, *(parameter for parameter in self._accumulation.parameters if parameter._grad is not None)]
 
     def _check_left(self) -> tuple[list[Any], bool]:
-        """Return which parameters add, and whether a backward has written; raise where nobody can tell what is left."""
+        """Return which parameters add, and whether a backward has written; raise where its scale is unknown."""
         self._accumulation.reset()
         adding, fresh = self._adding(), gradients.any_fresh(self.trainer)
-        # Of a loss of another trainer, or of none, or of a skipped step: nobody can tell what they carry.
+        # Of a loss of another trainer, or of none, or of a skipped step: their scale is unknown.
         if adding and (fresh or self._left == math.inf):
             if gradients.any_nonzero(adding):
                 names = ", ".join(parameter.name for parameter in adding[:5])

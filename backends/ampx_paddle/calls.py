@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import paddle
 
-from ampx.numerics.watching import Calls
+from ampx.modules import CallInterceptors
 
 
 def _install() -> None:
@@ -28,7 +28,7 @@ def _uninstall() -> None:
     paddle.nn.Layer.__call__ = paddle.nn.Layer.__call__.__wrapped__
 
 
-calls: Final = Calls(_install, _uninstall)
+calls: Final = CallInterceptors(_install, _uninstall)
 
 
 def named(layer: Any) -> Iterator[tuple[str, Any]]:

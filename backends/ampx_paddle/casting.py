@@ -17,7 +17,7 @@ from paddle.incubate.autograd.phi_ops_map import op_map
 
 from ampx.backend import CastPlan, is_module, leaves, map_leaves
 from ampx.errors import UnsupportedOpError, meant
-from ampx.numerics.watching import FORCES, Names, last_match, module_dtypes
+from ampx.modules import FORCES, Names, last_match, module_dtypes
 from ampx.policy import Dtype
 
 from .calls import calls, named

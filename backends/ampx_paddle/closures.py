@@ -94,11 +94,8 @@ class ClosureOptimizer(AmpOptimizer):
         if not gradients and self.ampx_member.stage == "idle":
             return {}
         self.ampx_member.check_step()
-        if self._unscaled is None:
-            self._unscale(gradients)
-        else:
-            self._look_again()
-        gradients, finite = self._check()
+        unscaled = self._unscale(gradients) if self._pending.unscaled is None else self._look_again()
+        gradients, finite = self._check(unscaled)
         if all(finite.values()):
             self._clip(gradients)
         self._forget_losses()

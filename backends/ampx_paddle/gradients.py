@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import paddle
 
+from ampx.backend import Array
 from ampx.errors import UnsupportedByBackendError
-from ampx.numerics.host_meter import Sampled
-from ampx.numerics.meter import SAMPLES
-from ampx.numerics.watching import stride
-from ampx.run import GRADIENT_SAMPLES, SampledGradient
+from ampx.formats import stride
+from ampx.protocol import METER_SAMPLES
 from ampx.scale_state import FLOAT32_MAX, FLOAT32_TINY
+
+if TYPE_CHECKING:
+    from ampx.numerics.host_meter import Sampled
 
 # By so much at once are gradients shrunk: the factor itself would leave float32's range.
 _SMALLEST_FACTOR: Final = 2.0**-64
@@ -22,20 +24,35 @@ _SMALLEST_FACTOR: Final = 2.0**-64
 
 def parameters(optimizer: Any) -> list[paddle.Tensor]:
     """List the trainable parameters of a raw optimizer, in order."""
-    listed = optimizer._param_groups or []
-    flat = [item for entry in listed for item in (entry["params"] if isinstance(entry, dict) else (entry,))]
+    flat = optimizer._param_groups or []
+    if flat and isinstance(flat[0], dict):
+        flat = [parameter for group in flat for parameter in group["params"]]
     return [parameter for parameter in flat if not parameter.stop_gradient]
 
 
 def collect(optimizer: Any) -> list[paddle.Tensor]:
     """List the parameters that have a gradient; `gradient_of` returns it."""
-    return [parameter for parameter in parameters(optimizer) if gradient_of(parameter) is not None]
+    return with_gradients(parameters(optimizer))
+
+
+def with_gradients(listed: list[paddle.Tensor]) -> list[paddle.Tensor]:
+    """List those of some parameters that have a gradient."""
+    pairs = zip(listed, gradients_of(listed), strict=True)
+    return [parameter for parameter, gradient in pairs if gradient is not None]
 
 
 def gradient_of(parameter: paddle.Tensor) -> Any:
     """Return the gradient tensor that Paddle's optimizers would apply; None without."""
-    main = getattr(parameter, "main_grad", None)  # the float32 gradient of a low-precision parameter
-    return parameter._grad_ivar() if main is None else main
+    return gradients_of((parameter,))[0]
+
+
+def gradients_of(listed: Sequence[paddle.Tensor]) -> list[Any]:
+    """List the gradient tensors of parameters, each as `gradient_of` returns it: a call for each would be dear."""
+    # `main_grad` is the float32 gradient of a low-precision parameter.
+    return [
+        parameter._grad_ivar() if (main := getattr(parameter, "main_grad", None)) is None else main
+        for parameter in listed
+    ]
 
 
 def any_nonzero(owners: Sequence[paddle.Tensor]) -> bool:
@@ -43,17 +60,16 @@ def any_nonzero(owners: Sequence[paddle.Tensor]) -> bool:
     return any(bool(_values(parameter).astype("bool").any()) for parameter in owners)
 
 
-@paddle.no_grad()
 def unscale(owners: Sequence[paddle.Tensor], scale: float) -> Finding:
     """Divide gradients by the scale in place and test them, with Paddle's own kernel, in one call a dtype.
 
     After an overflow Paddle's kernel leaves zeros and NaN where the gradients were. Gradients may be dense or sparse.
+    No operation here has a backward, so that none is recorded.
     """
     batches: dict[Any, list[paddle.Tensor]] = {}
     last: Any = None
-    for parameter in owners:
-        values = gradient_of(parameter)
-        if not values.is_dense() or values.is_selected_rows():
+    for parameter, values in zip(owners, gradients_of(owners), strict=True):
+        if not values.is_dense():
             # Native defect: on the CPU the kernel kills the process when it meets sparse rows. It gets their values.
             values = _values(parameter)
         dtype = values.dtype
@@ -62,8 +78,7 @@ def unscale(owners: Sequence[paddle.Tensor], scale: float) -> Finding:
         batch.append(values)
     overflows = []
     for dtype, batch in batches.items():
-        kind = "float64" if dtype == paddle.float64 else "float32"
-        overflows.append(_unscale_dense(batch, _scalar(scale, kind, str(batch[0].place))))
+        overflows.append(_unscale_dense(batch, dtype, scale))
         if scale < 1.0:
             # Paddle's kernel tests before it divides, and dividing by less than one may overflow.
             overflows.extend(paddle.isfinite(values).all().logical_not().reshape([1]) for values in batch)
@@ -84,6 +99,8 @@ class Finding:
     def combine(self, squares: paddle.Tensor | None, before: Finding | bool = True) -> Finding:
         """Return what this and an earlier test of the same gradients found, with a sum of squares."""
         earlier = before._overflows if isinstance(before, Finding) else []
+        if squares is None and before is True:
+            return self
         both = Finding([*self._overflows, *earlier], squares)
         if before is False:
             both._finite = False
@@ -92,12 +109,11 @@ class Finding:
     def __bool__(self) -> bool:
         """Return whether all were finite. Sync: one, the first time."""
         if self._finite is None:
-            self._finite = self._read()
+            alone = self._squares is None and len(self._overflows) == 1
+            self._finite = not self._overflows[0].item() if alone else self._read()
         return self._finite
 
     def _read(self) -> bool:
-        if self._squares is None and len(self._overflows) == 1:
-            return not self._overflows[0].item()
         numbers = [overflow.astype("float32").reshape([1]) for overflow in self._overflows]
         if self._squares is not None:
             numbers.append(self._squares.reshape([1]))
@@ -109,13 +125,17 @@ class Finding:
         return not any(values)
 
 
-def _unscale_dense(batch: list[paddle.Tensor], scale: paddle.Tensor) -> paddle.Tensor:
-    if batch[0].place.is_cpu_place() and batch[0].dtype in (paddle.float16, paddle.bfloat16):
-        raise UnsupportedByBackendError(
-            f"the gradients are {batch[0].dtype} on the CPU, where Paddle has no kernel that tests them; accepted: "
-            f"float32 and float64. Keep the parameters in float32."
-        )
-    _, overflow = paddle._C_ops.check_finite_and_unscale_(batch, scale)
+def _unscale_dense(batch: list[paddle.Tensor], dtype: Any, scale: float) -> paddle.Tensor:
+    place, kind = batch[0].place, "float32"
+    if dtype is not paddle.float32:  # Paddle's dtypes are slow to compare
+        if place.is_cpu_place() and dtype in (paddle.float16, paddle.bfloat16):
+            raise UnsupportedByBackendError(
+                f"the gradients are {dtype} on the CPU, where Paddle has no kernel that tests them; accepted: "
+                f"float32 and float64. Keep the parameters in float32."
+            )
+        if dtype == paddle.float64:
+            kind = "float64"
+    _, overflow = paddle._C_ops.check_finite_and_unscale_(batch, _scalar(scale, kind, str(place)))
     return overflow
 
 
@@ -215,6 +235,8 @@ def name_nonfinite(optimizer: Any, model: Any | None) -> list[tuple[str, int, in
 @paddle.no_grad()
 def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
     """Sample parameters, or their float32 copies, and dense gradients. Sync: one for each of them."""
+    from ampx.numerics.host_meter import Sampled  # it may have been taken out; nothing is metered then
+
     copies = optimizer._master_weights if optimizer._multi_precision else {}
     sampled = []
     for parameter in parameters(optimizer):
@@ -228,18 +250,21 @@ def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
 
 
 @paddle.no_grad()
-def sample(optimizer: Any) -> list[SampledGradient]:
-    """Sample the dense gradients of a raw optimizer's parameters. Sync: one for each of them."""
+def sample(optimizer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array | None]]:
+    """Return name, shape and a sample of the gradient, None for a sparse one, of a raw optimizer's parameters.
+
+    Sync: one for each of them.
+    """
     sampled = []
     for parameter in parameters(optimizer):
         gradient = gradient_of(parameter)
         dense = gradient is not None and gradient.is_dense() and not gradient.is_selected_rows()
-        values = _sample(gradient, GRADIENT_SAMPLES) if dense else None
-        sampled.append(SampledGradient(parameter.name, tuple(parameter.shape), values))
+        values = _sample(gradient, samples) if dense else None
+        sampled.append((parameter.name, tuple(parameter.shape), values))
     return sampled
 
 
-def _sample(tensor: Any, samples: int = SAMPLES) -> Any:
+def _sample(tensor: Any, samples: int = METER_SAMPLES) -> Any:
     """Return elements as float32; few elements come as they are, because four calls take longer than they do."""
     elements = math.prod(tensor.shape)
     values = tensor.detach()

@@ -30,12 +30,14 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
             f"scale_loss got a loss of type {type(loss).__name__}; accepted: a paddle tensor. Pass the tensor that the "
             f"loss function returned, not loss.item()."
         )
-    elements, floating = math.prod(loss.shape), bool(loss.is_floating_point())  # Tensor.size takes much longer
+    elements, dtype = math.prod(loss.shape), loss.dtype  # Tensor.size takes much longer
+    name = "float32" if dtype is paddle.float32 else str(dtype).removeprefix("paddle.")  # slow to compare, and to name
+    floating = dtype is paddle.float32 or bool(loss.is_floating_point())
     nan: bool | None = None
     if elements == 1 and floating and check_nan is not False and (check_nan or loss.place.is_cpu_place()):
         value = loss.item()
         nan = value != value
-    return LossInfo(elements, str(loss.dtype).removeprefix("paddle."), floating, not loss.stop_gradient, nan)
+    return LossInfo(elements, name, floating, not loss.stop_gradient, nan)
 
 
 def watch_backward(loss: paddle.Tensor, scaled: paddle.Tensor) -> Callable[[], bool | None]:
@@ -55,7 +57,7 @@ def scale_loss(loss: paddle.Tensor, scale: float) -> paddle.Tensor:
     Native defect: `GradScaler.scale` also looks at the dtype of the last `auto_cast` anywhere in the process and
     switches itself off for good unless it was float16. Nothing but the scale counts here.
     """
-    if loss.dtype in (paddle.float16, paddle.bfloat16):
+    if loss.dtype is not paddle.float32 and loss.dtype in (paddle.float16, paddle.bfloat16):
         loss = loss.astype("float32")
     scaled = loss * scale
     watch_loss(scaled, scale)

@@ -51,6 +51,11 @@ class LossMixer:
         self._aside = []
         self.finite = {}
 
+    @property
+    def used(self) -> bool:
+        """Whether there is anything to `reset`."""
+        return self.loss_id is not None or bool(self.finite)
+
     def reset(self) -> None:
         """Start afresh, after a step."""
         self.loss_id = None

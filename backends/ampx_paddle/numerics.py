@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar, Final, cast
 from unittest import mock
 
@@ -22,25 +23,15 @@ import numpy as np
 import paddle
 from paddle.autograd.backward_mode import backward  # `ampx run` patches the public name
 
-from ampx.backend import Backend, CastPlan, Device
+from ampx.backend import Array, Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import UnsupportedDtypeError
-from ampx.numerics.formats import FORMATS, Format
-from ampx.numerics.probe import Probe, Replayed, Step, Watch, Watching
+from ampx.formats import FORMATS, Format
+from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names, last_match
+from ampx.numerics.probe import Direction, Probe, Replayed, Step, Watch, Watching
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
-from ampx.numerics.watching import (
-    FORCES,
-    GRADIENTS,
-    WATCHERS,
-    Entry,
-    Log,
-    Names,
-    Reduced,
-    combined,
-    last_match,
-    stride,
-)
+from ampx.numerics.watching import Entry, GradientLog, Log, Reduced, read_stats
 from ampx.policy import Dtype
 from ampx.scaling import check_loss
 
@@ -115,7 +106,7 @@ def watch(backend: Backend, model: Any | None, watching: Watching) -> Iterator[W
     """Read the outputs of layers and the gradients of these outputs: see `Probe.watch`."""
     names = Names(model, named)
     names.check(watching.modules, "watch")
-    log = Log(watching, _read, _elements)
+    log = Log(watching, _read, _arrays)
     watcher = _Watcher(log, names)
     with ExitStack() as stack:
         stack.enter_context(_uncompiled(backend, "watch", model))
@@ -148,25 +139,21 @@ class _Watcher:
         finally:
             _thread.layers = layers
         if watched:
-            entry = self.log.add(name, kind, "", "forward")
+            entry = self._note(name, kind, "", "forward", output)
             entry.inputs, entry.seconds = received, seconds
-            self.note(entry, output)
             self._note_gradients(name, kind, output)
         return output
 
     def _note_gradients(self, name: str, kind: str, output: Any, operation: str = "") -> None:
-        entries: list[Entry] = []
-        operation = operation and f"{operation}_grad"
+        tensors = [tensor for tensor in casting.floating(output) if not tensor.stop_gradient]
+        gradients = GradientLog(self.log, name, kind, operation and f"{operation}_grad", _sizes(tensors))
+        for place, tensor in enumerate(tensors):
+            tensor.register_hook(partial(self._note_gradient, gradients, place))
 
-        def note(gradient: Any) -> Any:
-            if not entries:  # the tensors of an output are one value; its place is where the first comes
-                entries.append(self.log.add(name, kind, operation, "backward"))
-            self.note(entries[0], gradient)
-            return gradient  # Paddle forgets what hooks before made of it otherwise
-
-        for tensor in casting.floating(output):
-            if not tensor.stop_gradient:
-                tensor.register_hook(note)
+    def _note_gradient(self, gradients: GradientLog, place: int, gradient: Any) -> Any:
+        if gradient._is_initialized():
+            self.take(gradients.at(place), [gradient], place)
+        return gradient  # Paddle forgets what hooks before made of it otherwise
 
     def operate(self, name: str, operation: Callable[..., Any], args: Any, options: Any) -> Any:
         """Read what an operation returns, and have read what its part of the backward pass returns."""
@@ -175,9 +162,8 @@ class _Watcher:
             return operation(*args, **options)
         place, received = script_line(), self.reduce((args, options))
         output = operation(*args, **options)
-        entry = self.log.add(module, kind, name, "backward" if _thread.backward else "forward")
+        entry = self._note(module, kind, name, "backward" if _thread.backward else "forward", output)
         entry.inputs, entry.place = received, place
-        self.note(entry, output)
 
         if any(isinstance(argument, (list, tuple)) and list(casting.floating(argument)) for argument in args):
             # Native defect: Paddle does not take back what a hook behind an operation on lists returns. The gradients
@@ -188,9 +174,8 @@ class _Watcher:
             return output
 
         def note(returned: Any, arrived: Any) -> Any:
-            entry = self.log.add(module, kind, f"{name}_grad", "backward")
+            entry = self._note(module, kind, f"{name}_grad", "backward", returned)
             entry.inputs, entry.place = self.reduce(arrived), place
-            self.note(entry, returned)
             return returned
 
         computed = (tensor for tensor in casting.floating(output) if not (tensor.stop_gradient or tensor.is_leaf))
@@ -199,18 +184,23 @@ class _Watcher:
             node._register_post_hook(note)
         return output
 
-    def note(self, entry: Entry, value: Any) -> None:
-        """Reduce a value, and keep its sample."""
+    def _note(self, module: str, kind: str, operation: str, direction: Direction, value: Any) -> Entry:
         tensors = [tensor for tensor in casting.floating(value) if tensor._is_initialized()]
+        entry = self.log.add(module, kind, operation, direction, _sizes(tensors))
+        self.take(entry, tensors)
+        return entry
+
+    def take(self, entry: Entry, tensors: Sequence[Any], first: int = 0) -> None:
+        """Reduce tensors of a value, and keep what belongs to its sample; the first has a place in the value."""
         entry.value += self.reduce(tensors)
-        samples = self.log.watching.samples
-        for tensor in tensors:
+        for place, tensor in enumerate(tensors, first):
             entry.dtype = entry.dtype or _dtype(tensor)
-            if samples:
+            if entry.sampled:
                 with paddle.no_grad(), _quiet():
                     values = _values(tensor)
-                    sample = values[:: stride(int(values.size), samples)].astype("float32")
-                    entry.samples.append(sample.clone())  # Paddle writes gradients over those that came before
+                    sample = entry.chosen(place, values, int(values.size))
+                    if sample is not None:  # Paddle writes gradients over those that came before
+                        entry.samples[place] = sample.astype("float32").clone()
 
     def reduce(self, value: Any) -> list[Reduced]:
         """Reduce the floating tensors of a value, on their device."""
@@ -224,6 +214,11 @@ def _wait() -> None:
 
 def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).rpartition(".")[2]
+
+
+def _sizes(tensors: Sequence[Any]) -> list[int]:
+    with paddle.no_grad(), _quiet():
+        return [int(_values(tensor).size) for tensor in tensors]
 
 
 def _values(tensor: Any) -> Any:
@@ -270,9 +265,9 @@ def _read(vectors: Sequence[Any]) -> list[list[float]]:
     return [read[index] for index in range(len(vectors))]
 
 
-def _elements(samples: Sequence[Any]) -> Any:
+def _arrays(samples: Sequence[Any]) -> list[Array]:
     """Bring samples to the host."""
-    return np.concatenate([sample.numpy() for sample in samples])
+    return [sample.numpy() for sample in samples]
 
 
 @contextmanager
@@ -466,9 +461,7 @@ def replay(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scal
         loss = _computed(backend, model, step, plan, scale)
         gradients = {name: _true(parameter, scale) for name, parameter in trained if _is_there(parameter)}
         value = float(loss.astype("float32"))
-    reduced = [_reduced(parameter, limits) for _, parameter in trained]
-    numbers = zip(reduced, _read([vector for _, vector in reduced]), strict=True)
-    stats = [combined([(elements, values)]) for (elements, _), values in numbers]
+    stats = read_stats([[_reduced(parameter, limits)] for _, parameter in trained], _read)
     return Replayed(value, gradients, {name: stat for (name, _), stat in zip(trained, stats, strict=True)})
 
 

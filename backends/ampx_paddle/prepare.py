@@ -15,7 +15,7 @@ import paddle
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDeviceError
-from ampx.numerics.watching import Names, last_match, module_dtypes
+from ampx.modules import Names, inherited, last_match, module_dtypes
 
 from .calls import named
 from .casting import DTYPES, LOW
@@ -86,10 +86,7 @@ def _kept(models: list[Any], plan: CastPlan) -> list[Any]:
     kept = []
     for model in models:
         for name, layer in named(model):
-            rule, outer = last_match(name, rules), name
-            while rule is None and outer:
-                outer = outer.rpartition(".")[0]
-                rule = last_match(outer, rules)
+            rule = inherited(name, lambda own: last_match(own, rules))
             if rule == "float32" or (rule is None and isinstance(layer, norms)):
                 kept.append(layer)
     return kept

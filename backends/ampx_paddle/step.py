@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import paddle
 
 from ampx.backend import CastPlan, GenericBackend, Unscaled
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
-from ampx.numerics.host_meter import HostMeter
-from ampx.numerics.meter import Meter
 from ampx.optimizer import GenericOptimizer
-from ampx.protocol import Member, Stage
+from ampx.protocol import Member, Stage, make_meter
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import FLOAT32_MAX
 
@@ -33,33 +30,34 @@ from .gradients import (
     parameters,
     sum_of_squares,
     unscale,
+    with_gradients,
 )
 from .guard import StepGuard
 from .losses_by_id import LossMixer, drop_gradients, refuse_unmixable
 from .writes import Writes
 
-_MADE_ANEW: Final = ("optimizer", "_mixer", "_guard", "_writes", "_meter")  # for a copy
-# What is the wrapper's own; everything else is read and set on the raw optimizer.
-_OWN: Final = frozenset(
-    (
-        *("ampx_member", "_backend", "_plan", "_max_grad_norm", "_max_grad_value", "_unscaled", "_norm", "_brought"),
-        *(*_MADE_ANEW, "__weakref__"),
-    )
-)
-
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
 
 _WIDE: Final = paddle.float32
 _living: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()  # some may share parameters
 
 
-def refuse_low_precision(optimizer: Any, plan: CastPlan | None) -> bool:
+def refuse_low_precision(optimizer: Any, plan: CastPlan | None, trained: list[Any]) -> bool:
     """Raise where a raw optimizer holds low-precision parameters without master copies, but at O3; return whether any.
+
+    Args:
+        optimizer: The raw optimizer.
+        plan: The casting of its session.
+        trained: Its `parameters`.
 
     Raises:
         LowPrecisionParametersError: There are some.
     """
     # Most are float32, and Paddle's dtypes are slow to compare.
-    others = [parameter for parameter in parameters(optimizer) if parameter.dtype is not _WIDE]
+    others = [parameter for parameter in trained if parameter.dtype is not _WIDE]
+    if not others:
+        return False
     names = [parameter.name for parameter in others if parameter.dtype in LOW]
     pure = plan is not None and plan.level == "O3"
     if names and not pure and not getattr(optimizer, "_multi_precision", False):
@@ -82,23 +80,19 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     """
 
     def __init__(self, backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
-        super().__init__(backend, optimizer, member, options)
-        self._attach()
-
-    def _attach(self) -> None:
-        """Make what belongs to this process and cannot be copied."""
         self._mixer = LossMixer()
-        self._writes = Writes(self.ampx_member)
+        self._writes = Writes(member)
         are_scaled = weakref.WeakMethod(self._are_scaled)
-        self._guard = StepGuard(self.ampx_member, lambda: (ask := are_scaled()) is not None and ask())
-        dtype = "float32" if self._plan is None else self._plan.dtype
-        self._meter = HostMeter(dtype)
-        self.ampx_member.belong_to(self)
-        self.ampx_member.mixes = False
-        if self.ampx_member.group.enabled:
+        self._guard = StepGuard(member, lambda: (ask := are_scaled()) is not None and ask())
+        plan = options["plan"]
+        self._meter = make_meter("float32" if plan is None else plan.dtype, meter_samples)
+        super().__init__(backend, optimizer, member, options)
+        member.observers = (self._meter,)
+        member.mixes = False
+        if member.group.enabled:
             _living.add(self)
-            self._guard.watch(self.optimizer)
-            self._writes.watch(parameters(self.optimizer))
+            self._guard.watch(optimizer)
+            self._writes.watch(parameters(optimizer))
 
     def _are_scaled(self) -> bool:
         return self._writes.are_scaled(collect(self.optimizer))
@@ -108,7 +102,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._guard.leave(self.optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        """Set what is not the wrapper's own, which it has once it holds the raw optimizer, on that one."""
+        if name in self.__dict__ or "optimizer" not in self.__dict__:
             object.__setattr__(self, name, value)
         else:
             if name in ("_parameter_list", "_param_groups"):
@@ -140,7 +135,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         if closure is not None:
             with paddle.enable_grad():
                 loss = closure()
-        self._meter.step(self.ampx_member, super().step, partial(meter_samples, self.optimizer))
+        super().step()
         return loss
 
     def _refuse_static_graphs(self) -> None:
@@ -158,7 +153,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         return gradients
 
     def _unscale(self, grads: Any) -> Unscaled:
-        """Make gradients true; their norm, where it is bounded, is read with their finiteness."""
+        """Unscale gradients; their norm, where it is bounded, is read with their finiteness."""
         self._writes.check()
         sharers = self._sharers("scaled")  # Paddle's kernel would divide the gradients once for each
         for other, _ in sharers:
@@ -172,7 +167,9 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._writes.note_unscaled()
         for other, rest in sharers:
             other._unscale_rest(rest, finite)
-        unscaled = self._unscaled = Unscaled(grads, finite.combine(self._squares(grads)))
+        if self._max_grad_norm is not None:
+            self._pending.unscaled = Unscaled(grads, finite.combine(self._squares(grads)))
+        unscaled: Unscaled = self._pending.unscaled
         return unscaled
 
     def _sharers(self, *stages: Stage) -> list[tuple[AmpOptimizer, list[Any]]]:
@@ -198,19 +195,20 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         member = self.ampx_member
         if member.factors:
             rest = [parameter for parameter in rest if gradient_of(parameter) is not None]
-            self._unscaled = Unscaled(rest, unscale(rest, member.factor).combine(None, finite))
+            self._pending.unscaled = Unscaled(rest, unscale(rest, member.factor).combine(None, finite))
             self._writes.note_unscaled()
             member.note_unscaled()
         else:
             self._writes.note_mixed()
             member.end_change()
 
-    def _look_again(self) -> None:
-        """Test true gradients once more: somebody may have written to them, or the sum of losses overflows."""
+    def _look_again(self) -> Unscaled:
+        """Test unscaled gradients once more: they may have been written to, or the sum of losses overflows."""
         self._writes.check()
         gradients = collect(self.optimizer)
-        before = True if self._unscaled is None else self._unscaled.finite
-        self._unscaled = Unscaled(gradients, unscale(gradients, 1.0).combine(self._squares(gradients), before))
+        finite = unscale(gradients, 1.0).combine(self._squares(gradients), self._pending.unscaled.finite)
+        unscaled = self._pending.unscaled = Unscaled(gradients, finite)
+        return unscaled
 
     def _squares(self, gradients: list[Any]) -> Any:
         return None if self._max_grad_norm is None else sum_of_squares(gradients, self._max_grad_value)
@@ -218,16 +216,16 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     def _clip(self, grads: list[Any]) -> list[Any]:
         """Clip as `wrap_optimizer` was asked to; the norm was read already where it was tested."""
         if self._max_grad_norm is not None or self._max_grad_value is not None:
-            squares = None if self._unscaled is None else self._unscaled.finite.squares
-            norm = clip(grads, self._max_grad_norm, self._max_grad_value, squares)
-            self._norm = norm if self._norm is None else self._norm
+            unscaled = self._pending.unscaled
+            squares = None if unscaled is None else unscaled.finite.squares
+            self._pending.note_norm(clip(grads, self._max_grad_norm, self._max_grad_value, squares))
         return grads
 
     def _apply(self, grads: Any) -> None:
-        """Update, telling the guard that it is the wrapper who steps."""
+        """Update with casting off, telling the guard that it is the wrapper who steps."""
         self._guard.watch(self.optimizer)
         with self._guard.opened():
-            super()._apply(grads)
+            self._backend.apply(self.optimizer, grads)
 
     def _close(self, finite: dict[int, bool]) -> None:
         """Note what the gradients carry now, and move the loss scale."""
@@ -276,7 +274,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         member.begin_clear()
         self.optimizer.clear_grad(set_to_zero)
         self._writes.note_cleared(inside)
-        self._unscaled = self._norm = None
+        self._pending.forget()
         if inside:
             self._mixer.drop_aside()
         else:
@@ -292,7 +290,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     def drop_pending(self) -> None:
         """Forget pending gradients without counting a step."""
         self.ampx_member.begin_clear()
-        self._unscaled = self._norm = None
+        self._pending.forget()
         self._forget_losses()
         self.ampx_member.end_clear()
 
@@ -302,12 +300,13 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self.ampx_member.note_scaled(factor)
 
     def are_unknown(self) -> bool:
-        """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
+        """Return whether a skipped step left gradients that were not cleared. Sync: one a gradient, where it did."""
         return self.ampx_member.stage == "idle" and self._writes.are_unknown(collect(self.optimizer))
 
     def _forget_losses(self) -> None:
-        self._mixer.reset()
-        self.ampx_member.mixes = False
+        if self._mixer.used or self.ampx_member.mixes:
+            self._mixer.reset()
+            self.ampx_member.mixes = False
 
     # -- what core asks --------------------------------------------------------------------------------
 
@@ -316,7 +315,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         return not parameters(self.optimizer)
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether model.clear_gradients() dropped true gradients. Sync: one a gradient."""
+        """Return whether model.clear_gradients() dropped unscaled gradients. Sync: one a gradient."""
         return not any_nonzero(collect(self.optimizer))
 
     def ampx_notice_cleared(self) -> None:
@@ -328,8 +327,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
         Sync: with a second loss id, and where a step was skipped, one a gradient.
         """
-        self._check_precision()
-        gradients = collect(self.optimizer)
+        gradients = with_gradients(self._checked_parameters())
         if self.ampx_member.stage == "idle":
             self._writes.check_left(gradients)
             return
@@ -355,26 +353,32 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
         Sync: with a second loss id, one a gradient.
         """
-        self._check_precision()
+        trained = self._checked_parameters()
         if self.ampx_member.stage == "idle":
             self._forget_losses()  # an exception may have left them
-            if self._writes.take_up(collect(self.optimizer), scale):
+            if self._writes.take_up(with_gradients(trained), scale):
                 for other, _ in self._sharers("scaled", "unscaled"):
                     other._writes.note_mixed()
         else:
             self._writes.check()
-        self._put_aside(loss_id)
+        if self._mixer.used or self.ampx_member.factors:
+            self._put_aside(loss_id)
         self._writes.enter(scale)
 
-    def _check_precision(self) -> None:
-        """Raise where the level asks for low-precision parameters and `prepare` never made any, or where they lack."""
-        plan = self._plan
-        lowered = refuse_low_precision(self.optimizer, plan)
+    def _checked_parameters(self) -> list[Any]:
+        """List the parameters.
+
+        Raises:
+            LowPrecisionParametersError, ProtocolError: They have low precision that they should not have, or lack it.
+        """
+        plan, trained = self._plan, parameters(self.optimizer)
+        lowered = refuse_low_precision(self.optimizer, plan, trained)
         if plan is not None and plan.level in ("O2", "O3") and not lowered:
             raise ProtocolError(
                 "the level asks for low-precision parameters, but the optimizer holds none: the model would train in "
                 "float32. Call model, opt = ampx.prepare(model, opt) first, or use level='O1'."
             )
+        return trained
 
     def _put_aside(self, loss_id: int) -> None:
         member = self.ampx_member
@@ -387,7 +391,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
             refuse_unmixable(self.optimizer)
             first = next(iter(member.factors))
             self.ampx_unscale()
-            self._mixer.note(first, self._unscaled is None or bool(self._unscaled.finite))
+            unscaled = self._pending.unscaled
+            self._mixer.note(first, unscaled is None or bool(unscaled.finite))
         else:
             refuse_unmixable(self.optimizer)
         member.begin_change()  # which ends with the body: until then gradients are missing
@@ -408,7 +413,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         if gradients := collect(self.optimizer):  # a backward that gave none does not count for its loss
             mixer.note(loss_id, bool(unscale(gradients, member.factors[loss_id])))
         mixer.bring_back()
-        self._unscaled = Unscaled(collect(self.optimizer), all(mixer.finite.values()))
+        self._pending.unscaled = Unscaled(collect(self.optimizer), all(mixer.finite.values()))
         member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
@@ -420,16 +425,16 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
         """Return which losses were finite."""
-        return dict(self._mixer.finite) or super().ampx_finite_by_loss(finite)
+        return dict(self._mixer.finite) or dict.fromkeys(self.ampx_member.factors, finite)
 
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true."""
+        """Unscale the pending gradients."""
         if self.ampx_member.group.enabled and self.ampx_member.stage == "unscaled":
             self._writes.check()
         super().ampx_unscale()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> paddle.Tensor:
-        """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
+        """Clip the unscaled gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         norm = super().ampx_clip_grad_norm(max_norm)
         return paddle.to_tensor(norm, "float64" if norm > FLOAT32_MAX else "float32")
 
@@ -468,11 +473,9 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
                 f"copy ({error}); accepted: one that has not. Make a new optimizer, wrap it, and load opt.state_dict() "
                 f"into it and amp.state_dict() into the session."
             ) from error
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        kept = {key: value for key, value in self.__dict__.items() if key not in _MADE_ANEW}
-        new.__dict__.update(copy.deepcopy(kept, memo), optimizer=raw, _unscaled=None, _norm=None)
-        new._attach()
+        options = {"plan": self._plan, "max_grad_norm": self._max_grad_norm, "max_grad_value": self._max_grad_value}
+        backend: Any = self._backend
+        new = memo[id(self)] = type(self)(backend, raw, copy.deepcopy(self.ampx_member, memo), options)
         new.ampx_member.end_clear()
         return new
 

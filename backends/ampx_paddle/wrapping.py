@@ -13,6 +13,7 @@ from ampx.protocol import Member
 
 from . import sharding
 from .closures import ClosureOptimizer
+from .gradients import parameters
 from .static import StaticOptimizer
 from .step import AmpOptimizer, refuse_low_precision
 
@@ -32,7 +33,7 @@ def make_wrapper(
     if not paddle.in_dynamic_mode():
         return _wrap_static(backend, optimizer, member, options)
     if member.group.enabled:
-        refuse_low_precision(optimizer, options["plan"])
+        refuse_low_precision(optimizer, options["plan"], parameters(optimizer))
     kind = ClosureOptimizer if isinstance(optimizer, paddle.optimizer.LBFGS) else AmpOptimizer
     return kind(backend, optimizer, member, options)
 

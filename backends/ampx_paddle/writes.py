@@ -32,7 +32,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# By name, those whose gradients a backward of the calling thread has written to, and nobody has asked yet by whose.
+# By name, those whose gradients a backward of the calling thread has written to; its optimizer is not known yet.
 _written: Final = threading.local()
 _numbers: Final = itertools.count()
 # By scale, the scaled losses whose backwards have run in the calling thread since then.
@@ -186,7 +186,7 @@ class Writes:
         return UNKNOWN in self._carried and any_nonzero(owners)
 
     def note_rescaled(self, scale: float) -> None:
-        """Note that somebody brought the gradients, those that were left included, to this scale."""
+        """Note that the gradients, those that were left included, were rescaled to this scale."""
         self._carried = {scale} if self._carried else set()
 
     def note_mixed(self) -> None:
@@ -194,7 +194,7 @@ class Writes:
         self._carried = {UNKNOWN}
 
     def note_unscaled(self) -> None:
-        """Note that the gradients are true now, those that others added as well."""
+        """Note that the gradients are unscaled now, those that others added as well."""
         self._carried = set()
 
     def note_step(self, finite: bool) -> None:

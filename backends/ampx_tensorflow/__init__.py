@@ -8,6 +8,7 @@ from typing import Any
 
 import ampx
 from ampx.errors import UnsupportedByBackendError
+from ampx.rooms import import_part
 
 
 @ampx.hookimpl
@@ -54,16 +55,14 @@ def _engine() -> str:
 def install(dtype: object = "auto", device: str = "auto") -> None:
     """Make the names of TensorFlow 1 and Keras 2 work, with ampx underneath: see `old.names`."""
     load()
-    from .old import names
-
+    names = import_part("ampx_tensorflow.old.names", "ampx_tensorflow.install")
     names.install(dtype, device)
 
 
 def uninstall() -> None:
     """Leave TensorFlow and Keras as they were before `install`."""
     load()
-    from .old import names
-
+    names = import_part("ampx_tensorflow.old.names", "ampx_tensorflow.uninstall")
     names.uninstall()
 
 
@@ -73,14 +72,16 @@ def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic", 
     Sync: one, the first time.
     """
     load()
-    from .old import graph_rewrite
-
+    graph_rewrite = import_part(
+        "ampx_tensorflow.old.graph_rewrite", "ampx_tensorflow.enable_mixed_precision_graph_rewrite"
+    )
     return graph_rewrite.enable_mixed_precision_graph_rewrite(opt, loss_scale, **options)
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
     """Cast no graphs from now on; optimizers go on to scale their loss. Sync: as `Amp.shutdown`."""
     load()
-    from .old import graph_rewrite
-
+    graph_rewrite = import_part(
+        "ampx_tensorflow.old.graph_rewrite", "ampx_tensorflow.disable_mixed_precision_graph_rewrite"
+    )
     graph_rewrite.disable_mixed_precision_graph_rewrite()

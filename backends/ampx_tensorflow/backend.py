@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import keras
 import tensorflow as tf
@@ -14,9 +14,12 @@ import ampx
 from ampx.backend import CastPlan, reject_unknown
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
+from ampx.rooms import import_part, is_there
 
-from . import casting, devices, gradients, keras3, losses, oplists, rewrite, step
-from .old import graph_rewrite, tf1
+from . import casting, devices, gradients, keras3, losses, names as module_names, oplists, rewrite, step
+
+# What wraps optimizers of TensorFlow 1 and tf_keras, which few programs use.
+_OLD: Final = "ampx_tensorflow.old"
 
 
 class TensorFlowBackend(ampx.Backend):
@@ -53,14 +56,14 @@ class TensorFlowBackend(ampx.Backend):
     def is_optimizer(self, candidate: object) -> bool:
         if isinstance(candidate, WrappedOptimizer):
             return False
-        return isinstance(candidate, keras.optimizers.Optimizer) or tf1.is_optimizer(candidate) or _is_old(candidate)
+        return isinstance(candidate, keras.optimizers.Optimizer) or _is_tf1(candidate) or _is_old(candidate)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Return a region that Keras layers follow; where graphs are cast there are none."""
-        if isinstance(plan, graph_rewrite.GraphPlan):
+        if isinstance(plan, rewrite.GraphPlan):
             return nullcontext()
-        if "tf_keras" in sys.modules:
-            return casting.both(casting.region(plan, enabled), _tf_keras_casting().region(plan, enabled))
+        if former := _tf_keras_casting():
+            return casting.both(casting.region(plan, enabled), former.region(plan, enabled))
         return casting.region(plan, enabled)
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
@@ -68,30 +71,30 @@ class TensorFlowBackend(ampx.Backend):
 
         Of `allow` and `deny`, layers are those of models that `prepare` is passed, operations those of functions.
         """
-        return graph_rewrite.check_plan(oplists.resolve(plan))
+        return rewrite.check_plan(oplists.resolve(plan))
 
     def activate(self, plan: CastPlan) -> None:
         """Switch casting on for the process; for layers made from now on, in the calling thread."""
-        if isinstance(plan, graph_rewrite.GraphPlan):
+        if isinstance(plan, rewrite.GraphPlan):
             rewrite.process.on(plan)
             return
         casting.activate(plan)
-        if "tf_keras" in sys.modules:
-            _tf_keras_casting().activate(plan)
+        if former := _tf_keras_casting():
+            former.activate(plan)
 
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`, and what `prepare` did."""
-        if isinstance(plan, graph_rewrite.GraphPlan):
+        if isinstance(plan, rewrite.GraphPlan):
             rewrite.process.off()
             casting.restore()
             return
         casting.deactivate()
-        if "tf_keras" in sys.modules:
-            _tf_keras_casting().deactivate()
+        if former := _tf_keras_casting():
+            former.deactivate()
 
     def enter_thread(self, plan: CastPlan) -> None:
         """Let layers made in the calling thread cast, too."""
-        if not isinstance(plan, graph_rewrite.GraphPlan):
+        if not isinstance(plan, rewrite.GraphPlan):
             casting.enter_thread(plan)
 
     def smallest(self, scales: Sequence[Any]) -> Any:
@@ -105,11 +108,13 @@ class TensorFlowBackend(ampx.Backend):
             from . import prepare  # needed at these levels only
 
             prepare.check_kind(optimizer, "wrap_optimizer", options["level"].name)
-        if tf1.is_optimizer(optimizer):
-            return tf1.wrap(self, optimizer, member, options)
+        if _is_tf1(optimizer):
+            return import_part(f"{_OLD}.tf1", "an optimizer of tf.compat.v1.train").wrap(
+                self, optimizer, member, options
+            )
         if isinstance(optimizer, keras.optimizers.Optimizer):
             return keras3.wrap(optimizer, member, options)
-        return _tf_keras_step().wrap(optimizer, member, options)
+        return import_part(f"{_OLD}.tf_keras_step", "an optimizer of tf_keras").wrap(optimizer, member, options)
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
         """Let a model that was made before `init`, or a `tf.function`, cast; at O2 and O3 lower a model's variables."""
@@ -119,8 +124,8 @@ class TensorFlowBackend(ampx.Backend):
             return prepare.prepare(model, optimizer, plan)
         if rewrite.is_function(model):
             prepared = rewrite.prepare(model, plan)
-        elif "tf_keras" in sys.modules and _tf_keras_casting().is_model(model):
-            prepared = _tf_keras_casting().prepare(model, plan)
+        elif (former := _tf_keras_casting()) and former.is_model(model):
+            prepared = former.prepare(model, plan)
         else:
             prepared = casting.prepare(model, plan)
         return prepared if optimizer is None else (prepared, optimizer)
@@ -135,9 +140,7 @@ class TensorFlowBackend(ampx.Backend):
             self.refuse("naming variables with non-finite gradients in graphs")
         names = {}
         if model is not None:
-            from .numerics.names import parameters  # few programs use it
-
-            names = {id(variable): name for name, variable in parameters(model)}
+            names = {id(variable): name for name, variable in module_names.parameters(model)}
         rows = []
         for variable, bad in optimizer.ampx_nonfinite():
             plain = variable.value if isinstance(variable, keras.Variable) else variable
@@ -147,16 +150,19 @@ class TensorFlowBackend(ampx.Backend):
 
 
 def _tf_keras_casting() -> Any:
-    from .old import tf_keras_casting  # imports tf_keras, which few programs use
+    """Return what casts layers of tf_keras; None where tf_keras was not imported, or its room was taken out."""
+    if "tf_keras" not in sys.modules or not is_there(_OLD):
+        return None
+    return import_part(f"{_OLD}.tf_keras_casting", "tf_keras")
 
-    return tf_keras_casting
 
-
-def _tf_keras_step() -> Any:
-    from .old import tf_keras_step  # as above
-
-    return tf_keras_step
+def _is_tf1(candidate: object) -> bool:
+    """Return whether this is an optimizer of `tf.compat.v1.train`, not wrapped by ampx."""
+    return isinstance(candidate, tf.compat.v1.train.Optimizer) and not isinstance(candidate, WrappedOptimizer)
 
 
 def _is_old(candidate: object) -> bool:
-    return "tf_keras" in sys.modules and bool(_tf_keras_step().is_optimizer(candidate))
+    if "tf_keras" not in sys.modules:
+        return False
+    optimizers = sys.modules["tf_keras"].optimizers
+    return isinstance(candidate, (optimizers.Optimizer, optimizers.legacy.Optimizer))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
 
-from ampx.numerics.host_meter import Sampled
-from ampx.numerics.meter import SAMPLES
-from ampx.numerics.watching import stride
-from ampx.run import GRADIENT_SAMPLES, SampledGradient
+from ampx.backend import Array
+from ampx.formats import stride
+from ampx.protocol import METER_SAMPLES
 
 from . import casting
 from .contexts import compiles
+
+if TYPE_CHECKING:
+    from ampx.numerics.host_meter import Sampled
 
 # Gradients of at most so many elements are tested together: looking at each costs more than moving them to one place.
 # Not under XLA, which looks up for every element in which gradient it is.
@@ -59,6 +61,8 @@ def nonfinite(grads: Sequence[Any], variables: Sequence[Any]) -> list[tuple[Any,
 
 def meter_samples(grads: Sequence[Any], variables: Sequence[Any], gradients: bool) -> list[Sampled]:
     """Sample variables and their dense gradients, for the meter. Sync: one for each of them."""
+    from ampx.numerics.host_meter import Sampled  # it may have been taken out; nothing is metered then
+
     sampled = []
     for grad, variable in zip(grads, variables, strict=True):
         dense = gradients and grad is not None and not isinstance(grad, tf.IndexedSlices)
@@ -68,17 +72,22 @@ def meter_samples(grads: Sequence[Any], variables: Sequence[Any], gradients: boo
     return sampled
 
 
-def sample(grads: Sequence[Any], variables: Sequence[Any]) -> list[SampledGradient]:
-    """Sample the dense gradients of variables. Sync: one for each of them."""
+def sample(
+    grads: Sequence[Any], variables: Sequence[Any], samples: int
+) -> list[tuple[str, tuple[int, ...], Array | None]]:
+    """Return name, shape and a sample of the gradient, None for a sparse one or none, of variables.
+
+    Sync: one for each of them.
+    """
     sampled = []
     for grad, variable in zip(grads, variables, strict=False):
         dense = grad is not None and not isinstance(grad, tf.IndexedSlices)
-        values = _sample(tf.cast(grad, tf.float32), GRADIENT_SAMPLES) if dense else None
-        sampled.append(SampledGradient(name(variable), tuple(variable.shape), values))
+        values = _sample(tf.cast(grad, tf.float32), samples) if dense else None
+        sampled.append((name(variable), tuple(variable.shape), values))
     return sampled
 
 
-def _sample(values: Any, samples: int = SAMPLES) -> Any:
+def _sample(values: Any, samples: int = METER_SAMPLES) -> Any:
     """Return elements; few elements come as they are, because a copy of them takes less than two operations."""
     elements = values.shape.num_elements()
     if elements > samples:

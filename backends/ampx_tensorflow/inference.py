@@ -19,7 +19,7 @@ from ampx.shipping.converter import Conversion, Converted, Converter
 from ampx.shipping.layers import check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from .casting import LOW
-from .numerics.names import walk
+from .names import walk
 
 # These compute in float32 whatever their policy says, and return what it says: where variables are float32, nothing is
 # lost, and what is added to their outputs has their dtype.

@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from ampx.numerics.formats import FORMATS
-from ampx.numerics.host_meter import HostMeter
-from ampx.numerics.meter import SAMPLES, Meter, ParameterMeter, report
-from ampx.numerics.watching import stride
-from ampx.protocol import ScaleGroup
+from ampx.formats import FORMATS, stride
+from ampx.protocol import METER_SAMPLES, ScaleGroup
 
 from . import gradients
 from .replicas import read
+
+if TYPE_CHECKING:
+    from ampx.numerics.host_meter import HostMeter
+    from ampx.numerics.meter import Meter
 
 _NUMBERS: Final = 4  # of a parameter: moved, unchanged, flushed, and the bits of the largest magnitude
 _MAGNITUDE: Final = 0x7FFFFFFF
@@ -73,7 +74,7 @@ class _Row(NamedTuple):
 
     @property
     def sampled(self) -> int:
-        return -(-self.elements // stride(self.elements, SAMPLES))
+        return -(-self.elements // stride(self.elements, METER_SAMPLES))
 
 
 class TracedMeter:
@@ -137,6 +138,8 @@ class TracedMeter:
 
     def look(self, group: ScaleGroup) -> None:
         """Read what functions counted since the last look, and send its events. Sync: one a list of parameters."""
+        from ampx.numerics.meter import report  # it may have been taken out; nothing is metered then
+
         for rows, variable in list(self._numbers.items()):
             bits = read(variable)
             step = int(bits[0])
@@ -160,7 +163,7 @@ def _done(function: Callable[[], None]) -> Any:
 
 def _sampled(values: Any) -> Any:
     flat = tf.reshape(tf.convert_to_tensor(values), [-1])
-    distance = stride(int(flat.shape[0]), SAMPLES)
+    distance = stride(int(flat.shape[0]), METER_SAMPLES)
     return flat if distance == 1 else flat[::distance]  # tracing takes time
 
 
@@ -202,6 +205,8 @@ def _counts(slopes: Any, same: Any, sizes: Sequence[int], compute: str) -> Any:
 
 
 def _reading(bits: Any, compute: str, rows: Sequence[_Row]) -> Meter:
+    from ampx.numerics.meter import Meter, ParameterMeter  # as above
+
     room = math.log2(FORMATS[compute].largest)
     entries = []
     for row, numbers in zip(rows, bits[2:].reshape(-1, _NUMBERS), strict=True):

@@ -21,7 +21,9 @@ from tensorflow.python.framework import op_def_registry
 
 from ampx.backend import CastPlan, is_module
 from ampx.errors import PrecisionWarning, UnsupportedOpError, meant
-from ampx.numerics.watching import check_patterns, last_match, module_dtypes
+from ampx.modules import check_patterns, inherited, last_match, module_dtypes
+
+from . import names
 
 Kind = Literal["allow", "deny"]
 # Where the rewriter reads changes of its lists; an operation may stand in one of them only.
@@ -150,8 +152,6 @@ def forced_layers(model: Any, plan: CastPlan) -> dict[int, str]:
     """
     if not isinstance(plan, ListsPlan):
         return {}
-    from .numerics import forcing, names  # they need casting, which needs this module
-
     if plan.operations:
         raise UnsupportedOpError(
             f"prepare got {type(model).__name__} in a session whose allow and deny name operations "
@@ -166,7 +166,7 @@ def forced_layers(model: Any, plan: CastPlan) -> dict[int, str]:
         if dtypes != {None}:
             own[name] = "float32" if "float32" in dtypes else plan.dtype
     plan.waiting.clear()
-    held = {name: forcing.inherited(own, name) for name in layers}
+    held = {name: inherited(name, own.get) for name in layers}
     return {id(layers[name]): dtype for name, dtype in held.items() if dtype is not None}
 
 

@@ -2,18 +2,21 @@
 
 Switched on for the process it would also cast what asked for float32, such as a layer with `dtype="float32"` inside
 any `tf.function`; so it acts on functions that were given to `ampx.prepare`, and on the whole process only where that
-was asked for: see `graph_rewrite`.
+was asked for: see `requested`.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from typing import Any, Final
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.trainers import trainer as keras_trainer
@@ -34,6 +37,50 @@ _OPTIONS: Final[dict[Dtype, tuple[str, float]]] = {
 }
 # The options are the process's: one prepared function sets them at a time.
 _lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class GraphPlan(CastPlan):
+    """Casting by the graph rewriter: of every `tf.function` and of every session of TensorFlow 1."""
+
+
+class _Request(threading.local):
+    """Whether the session that is being started is to cast graphs."""
+
+    graphs = False
+
+
+_request: Final = _Request()
+
+
+@contextmanager
+def requested() -> Iterator[None]:
+    """Return a region in which `ampx.init` starts sessions that cast graphs instead of layers."""
+    before, _request.graphs = _request.graphs, True
+    try:
+        yield
+    finally:
+        _request.graphs = before
+
+
+def check_plan(plan: CastPlan) -> CastPlan:
+    """Return the plan of a session that is being started; raise where the rewriter casts nothing on the device.
+
+    Sync: one, the first time.
+    """
+    if not _request.graphs:
+        return plan
+    check(plan)
+    return GraphPlan(**{field.name: getattr(plan, field.name) for field in fields(CastPlan)})
+
+
+def mixed_policy() -> str:
+    """Return which Keras has a global policy that casts, and which one, as "Keras is 'mixed_float16'"; "" for none."""
+    policies = {"Keras": keras.config.dtype_policy()}
+    if "tf_keras" in sys.modules:
+        policies["tf_keras"] = sys.modules["tf_keras"].mixed_precision.global_policy()
+    casting = (f"{name} is {policy.name!r}" for name, policy in policies.items() if policy.name.startswith("mixed_"))
+    return next(casting, "")
 
 
 def is_function(candidate: object) -> bool:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import tensorflow as tf
 
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
-from ampx.numerics.host_meter import HostMeter
-from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Member, refuse_values
+from ampx.protocol import Member, make_meter, refuse_values
 from ampx.scale_state import is_one
 
 from . import casting, gradients, losses_by_id, masters, meter, oplists, replicas
@@ -22,7 +20,11 @@ from .contexts import on_host
 from .device_scale import Slots, VariableLedger
 from .losses import check_not_scaled, scale_loss, watch_backward, watch_derivative
 
-# What comes before a step.
+if TYPE_CHECKING:
+    from ampx.numerics.host_meter import HostMeter, Sampled
+    from ampx.numerics.meter import Meter
+
+# Stages before a step.
 _WRITTEN: Final = (
     "Inside the tape write `with ampx.scale_loss(loss, opt) as scaled: pass`, or in a train_step of yours `scaled = "
     "self.optimizer.scale_loss(loss)`, and differentiate that: tape.gradient(scaled, variables)."
@@ -71,22 +73,17 @@ class LedgerOptimizer(WrappedOptimizer):
         self._check_metered(member)
         self._build(variables)
         self._check_prepared(variables)
-
-        def run() -> None:
-            self._run_step(member, factor, grads, variables, aggregate)
-
         if not on_host():
-            run()
+            self._run_step(member, factor, grads, variables, aggregate)
             return
         updated = self._updated(variables)
         # Past Keras's attributes, whose variables it saves as the optimizer's own.
         vars(self)["_received"] = grads, updated
         try:
-            if self._accumulates or len(updated) != len(grads):  # of which the raw optimizer complains
-                run()
-            else:
-                sample = partial(gradients.meter_samples, grads, [masters.of(variable) for variable in updated])
-                self._meter.step(member, run, sample)
+            alike = len(updated) == len(grads)  # else the raw optimizer complains
+            member.observers = (self._meter,) if alike and not self._accumulates else ()
+            member.begin_step(self)
+            self._run_step(member, factor, grads, variables, aggregate)
         finally:
             vars(self)["_received"] = (), ()
 
@@ -104,14 +101,14 @@ class LedgerOptimizer(WrappedOptimizer):
         self._close(member, by_loss, norm, scale)
 
     def _unscale(self, member: Member, factor: Any, grads: Sequence[Any]) -> Sequence[Any]:
-        """Make gradients true, unless `get_unscaled_gradients` did, or the scale is 1 for ever."""
+        """Unscale gradients, unless `get_unscaled_gradients` did, or the scale is always 1."""
         grads = self._widened(grads)
         if member.stage == "unscaled" or not self._divides(member):
             return grads
         return gradients.unscale(grads, factor)
 
     def _divides(self, member: Member) -> bool:
-        """Return whether gradients carry a scale that is not 1 for ever."""
+        """Return whether gradients carry a scale that is not always 1."""
         return self._shared_loss or not is_one(member.group.config)
 
     def _widened(self, grads: Sequence[Any]) -> Sequence[Any]:
@@ -209,7 +206,7 @@ class LedgerOptimizer(WrappedOptimizer):
         if not group.meter_every or not self._ledger.moves_alone(group) or self._accumulates:
             return ()
         updated = [masters.of(variable) for variable in self._updated(variables)]
-        # A third branch makes every small step some 1 % slower: only where somebody asked for it, or updates are lost.
+        # A third branch makes every small step some 1 % slower: only where it was asked for, or updates are lost.
         low = any(tf.as_dtype(variable.dtype).base_dtype in gradients.LOW for variable in updated)
         if not (group.meter_asked or low):
             return ()
@@ -221,7 +218,7 @@ class LedgerOptimizer(WrappedOptimizer):
     @cached_property
     def _meter(self) -> HostMeter:
         """The meter of steps outside of functions, which keeps what that of functions read, too."""
-        return HostMeter(self._compute or casting.compute_dtype())
+        return make_meter(self._compute or casting.compute_dtype(), _meter_samples)
 
     @cached_property
     def _traced_meter(self) -> meter.TracedMeter:
@@ -424,7 +421,7 @@ class LedgerOptimizer(WrappedOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Return true gradients, as in Keras 2; `apply_gradients` then takes them as they are.
+        """Return unscaled gradients, as in Keras 2; `apply_gradients` then takes them as they are.
 
         Several calls may come before a step, each with other gradients of scaled losses.
 
@@ -444,12 +441,12 @@ class LedgerOptimizer(WrappedOptimizer):
         true = gradients.unscale(self._widened(grads), factor)
         self._divided.update((id(gradient), gradient) for gradient in grads if gradient is not None)
         self._true.update((id(gradient), gradient) for gradient in true if gradient is not None)
-        member.mixes = True  # the caller adds up true gradients, if any
+        member.mixes = True  # the caller adds up unscaled gradients, if any
         member.note_unscaled(factor if member.stage == "idle" else None)  # idle: scaled in another function
         return true
 
     def _take_true(self) -> None:
-        """Expect true gradients in this step, of a loss that did not go through `scale_loss`."""
+        """Expect unscaled gradients in this step, of a loss that did not go through `scale_loss`."""
         member = self.ampx_member
         if not member.group.enabled:
             return
@@ -537,7 +534,7 @@ class LedgerOptimizer(WrappedOptimizer):
             )
 
     def _check_step(self, member: Member) -> Any:
-        """Return the scale that the gradients carry; raise where they carry none, or nobody can tell which."""
+        """Return the scale that the gradients carry; raise where they carry none, or it is not known which."""
         if member.stage != "idle" or not (elsewhere := self._ledger.contexts.elsewhere(self._place)):
             member.check_step(_WRITTEN)
             return tf.convert_to_tensor(self._slots.pending) if member.factor is None else member.factor
@@ -572,7 +569,7 @@ class LedgerOptimizer(WrappedOptimizer):
         return factor
 
     def _check_metered(self, member: Member) -> None:
-        """Raise where somebody asked for the meter, and it cannot look."""
+        """Raise where the meter was asked for, and it cannot look."""
         group = self._ledger.contexts.host
         if not (group.meter_asked and group.meter_every):
             return
@@ -607,3 +604,9 @@ class LedgerOptimizer(WrappedOptimizer):
                 "share one loss scale and each move it; accepted: wrapping inside `with strategy.scope():`. Call "
                 "wrap_optimizer there."
             )
+
+
+def _meter_samples(optimizer: LedgerOptimizer, slopes: bool) -> list[Sampled]:
+    """Sample what the running step updates, and its gradients if `slopes`. Sync: one for each of them."""
+    grads, updated = optimizer._received
+    return gradients.meter_samples(grads, [masters.of(variable) for variable in updated], slopes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampx.errors import UnsupportedByBackendError
+from ampx.provenance import UNKNOWN
 
 from . import casting
 
@@ -91,7 +92,7 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
         before.restore()
         owner.heal()
         owner.forget()
-        owner.leftovers.note(owner.leaves(), None)
+        owner.provenance.note(owner.leaves(), UNKNOWN)
         raise
     mixer.evaluating = False
     if finite:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ampx.numerics.watching import stride
-from ampx.run import GRADIENT_SAMPLES, SampledGradient
+from ampx.backend import Array
+from ampx.formats import stride
 
 from .casting.module_rules import plain_name
-from .numerics.reductions import stored
+from .trees import stored
 
 
 def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,17 +38,20 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
     return [entry for entry in listed if entry[1]]
 
 
-def sample_gradients(optimizer: Any) -> list[SampledGradient]:
-    """Sample the gradients of a wrapped optimizer's parameters as they are now. Sync: one a gradient."""
+def sample_gradients(optimizer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array | None]]:
+    """Return name, shape and a sample of the gradient as it is now, of a wrapped optimizer's parameters.
+
+    Sync: one a gradient.
+    """
     named = name_parameters(optimizer.param_groups, None, optimizer.masters)
-    return [SampledGradient(name, tuple(parameter.shape), _sample(parameter.grad)) for name, parameter in named]
+    return [(name, tuple(parameter.shape), _sample(parameter.grad, samples)) for name, parameter in named]
 
 
-def _sample(gradient: torch.Tensor | None) -> Any:
+def _sample(gradient: torch.Tensor | None, samples: int) -> Any:
     if gradient is None or gradient.layout is not torch.strided:
         return None
     values = stored(gradient).reshape(-1)
-    return values[:: stride(values.numel(), GRADIENT_SAMPLES)].float().cpu().numpy()
+    return values[:: stride(values.numel(), samples)].float().cpu().numpy()
 
 
 def name_parameters(

@@ -28,7 +28,7 @@ class Folded(NamedTuple):
     divisor: torch.Tensor | None  # of the gradients: a float32 scalar tensor; None where they are true as they are
     # A float32 flag on the device that makes the kernel change nothing; None where the host knows.
     overflow: torch.Tensor | None
-    norm: Any  # norm of the true gradients: a float, or a float32 scalar on the device; None where it was not asked for
+    norm: Any  # of the unscaled gradients: a float, or a float32 scalar on the device; None where not asked for
 
 
 def accepts(optimizer: torch.optim.Optimizer, gradients: Sequence[list[torch.Tensor]]) -> bool:

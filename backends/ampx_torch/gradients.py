@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from ampx.errors import LowPrecisionParametersError
+from ampx.protocol import NotCopied
 
 from .debug import name_parameters
 from .folded_step import EPSILON, is_large, is_plain, reads_finite
@@ -19,7 +20,7 @@ _Reciprocals = dict[torch.device, tuple[float, torch.Tensor]]
 _HAS_TOTAL_NORM: Final = hasattr(torch.nn.utils, "get_total_norm")  # torch 2.6 and later
 
 
-class GradientSet:
+class GradientSet(NotCopied):
     """The gradients behind an optimizer's parameter groups, sorted by device and dtype.
 
     The sorting is done once and checked cheaply afterwards; only the gradients are looked up in every step.

@@ -21,7 +21,7 @@ from ampx.errors import ConversionError, InvalidOptionError
 from ampx.shipping.converter import Conversion, Converted, Converter
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
-from .numerics.names import named
+from .names import named
 from .prepare.low_precision_models import NORMS, CastArguments, CastOutputs
 from .trees import DTYPES, LOW, convert as convert_tree
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ampx.errors import ProtocolError
+from ampx.protocol import NotCopied
 
 if TYPE_CHECKING:
     from .step import AmpOptimizer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Aside: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class LossMixer:
+class LossMixer(NotCopied):
     """Keeps apart what carries different scales, for one optimizer.
 
     The optimizer is handed to every call: a link to it would make a cycle, and parameters would wait for the
@@ -48,7 +49,7 @@ class LossMixer:
             self._new_evaluation = False
             _expect_no_gradients(owner)
             self._forget_losses()
-            owner.checked = {}
+            owner.pending.checked = {}
             member.restart()
         if self.loss_id is None:
             if not member.factors or loss_id in member.factors:
@@ -84,7 +85,7 @@ class LossMixer:
         both = torch.stack([gradients.combine(flags), gradients.combine(sums)])
         if owner.process_group is not None:
             both = owner.agree(both)
-        earlier = list(owner.checked.values())
+        earlier = list(owner.pending.checked.values())
         if owner.on_device:
             fine = gradients.combine([*earlier, both[0]]) == 0
             return torch.maximum(both[0], torch.where(fine, both[1], 0.0))

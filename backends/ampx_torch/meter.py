@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampx.numerics.formats import FORMATS
-from ampx.numerics.meter import SAMPLES, Meter, count, report
-from ampx.numerics.watching import stride
+from ampx.formats import FORMATS, stride
+from ampx.protocol import METER_SAMPLES, NotCopied, StepObserver
 
 from .debug import name_parameters
-from .numerics.reductions import Limits, stored
+from .trees import stored
 
 if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
+
     from .step import AmpOptimizer
 
 
@@ -42,19 +44,35 @@ class Sample:
     skipped: Any = None
 
 
-class UpdateMeter:
+class UpdateMeter(StepObserver, NotCopied):
     """The meter of one optimizer: counts its steps, and keeps the last sample."""
 
     def __init__(self, compute: str) -> None:
         self._compute = compute
         self._steps = 0
+        self._running: Sample | None = None  # of the step that is running
         self._last: Sample | None = None
         self._ids: list[int] = []
         self._names: list[str] = []
-        # Counts that are on their way to the host, and what says that they are there.
+        # Counts that are being copied to the host, and the event of their arrival.
         self._counts: list[tuple[torch.Tensor, Any]] = []
 
-    def begin(self, optimizer: AmpOptimizer) -> Sample | None:
+    def before(self, optimizer: AmpOptimizer) -> bool:
+        """Count a step, and sample it if it is its turn; return whether there is something to look at after it."""
+        self._running = self._begin(optimizer)
+        return self._running is not None or bool(self._counts)
+
+    def after(self, optimizer: AmpOptimizer, finite: Mapping[int, Any]) -> None:
+        """Sample the weights again if the step updated them, and report what came to the host."""
+        sample, self._running = self._running, None
+        if sample is not None:
+            if optimizer.on_device:  # where the kernel decided whether to update
+                self._end(sample, optimizer.gradients.combine(list(finite.values())))
+            elif all(finite.values()):
+                self._end(sample, None)
+        self._tell(optimizer)
+
+    def _begin(self, optimizer: AmpOptimizer) -> Sample | None:
         """Count a step; in every hundredth take a sample of gradients and weights, before anything is divided."""
         self._steps += 1
         every = optimizer.ampx_member.group.meter_every
@@ -68,12 +86,12 @@ class UpdateMeter:
             gradients = {device: gradient * _on(scale, device) for device, gradient in gradients.items()}
         return Sample(self._steps, scale, parameters, gradients, _sampled(parameters))
 
-    def end(self, optimizer: AmpOptimizer, sample: Sample, overflow: bool | torch.Tensor) -> None:
+    def _end(self, sample: Sample, overflow: torch.Tensor | None) -> None:
         """Take the sample of the weights after an update, and count on the device."""
         sample.after = _sampled(sample.parameters)
-        sample.skipped = overflow if isinstance(overflow, torch.Tensor) else None
+        sample.skipped = overflow
         self._last = sample
-        flushes = Limits.of(self._compute).flushes
+        flushes = FORMATS[self._compute].flushes_to
         self._counts = []
         for device, gradient in sample.gradients.items():
             magnitude = gradient.float().abs()
@@ -86,7 +104,7 @@ class UpdateMeter:
                 vector = vector * (sample.skipped.to(device) == 0)
             self._counts.append(_on_its_way(vector))
 
-    def tell(self, optimizer: AmpOptimizer) -> None:
+    def _tell(self, optimizer: AmpOptimizer) -> None:
         """Send an event where the last counts are beyond what training stands, once they are on the host."""
         if not self._counts or self._last is None:
             return
@@ -97,6 +115,8 @@ class UpdateMeter:
         moved, unchanged, flushed = (sum(column) for column in list(zip(*rows, strict=True))[:3])
         if not moved:
             return
+        from ampx.numerics.meter import report  # it may have been taken out; nothing is metered then
+
         headroom = math.log2(FORMATS[self._compute].largest) - math.log2(max(row[3] for row in rows))
         report(optimizer.ampx_member.group, self._last.step, unchanged / moved, flushed / moved, headroom)
 
@@ -105,6 +125,8 @@ class UpdateMeter:
         sample = self._last
         if sample is None or (sample.skipped is not None and bool(sample.skipped)):
             return None
+        from ampx.numerics.meter import Meter, count  # as above
+
         assert sample.after is not None
         named = self._named(optimizer)
         columns = [_host(values) for values in (sample.gradients, sample.before, sample.after)]
@@ -113,7 +135,7 @@ class UpdateMeter:
         entries = []
         for name, parameter in named:
             size = stored(parameter).numel()
-            size = -(-size // stride(size, SAMPLES))
+            size = -(-size // stride(size, METER_SAMPLES))
             dtype = str(parameter.dtype).removeprefix("torch.")
             if id(parameter) not in taken:
                 entries.append(count(name, dtype, range(size), range(size), None, self._compute))
@@ -134,7 +156,7 @@ class UpdateMeter:
 
 
 def _on_its_way(vector: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return numbers that are being copied to the host, and what says that they are there."""
+    """Return numbers that are being copied to the host, and the event of their arrival."""
     if vector.device.type != "cuda":
         return vector, None
     there = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
@@ -152,7 +174,7 @@ def _sampled(tensors: list[Any]) -> dict[torch.device, torch.Tensor]:
     with torch.no_grad():
         for tensor in tensors:
             values = stored(tensor).reshape(-1)
-            parts.setdefault(values.device, []).append(values[:: stride(values.numel(), SAMPLES)])
+            parts.setdefault(values.device, []).append(values[:: stride(values.numel(), METER_SAMPLES)])
         return {device: torch.cat(values) if len(values) > 1 else values[0].clone() for device, values in parts.items()}
 
 

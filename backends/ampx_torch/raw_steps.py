@@ -18,13 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ampx import callers
 from ampx.errors import PrecisionWarning, RawStepError
+from ampx.provenance import GradientSnapshot, Provenance
 
-from .leftovers import Leftovers, Sight, look
+from .slots import ParameterSlots
 from .trees import LOW
 
 _WRAPPED: Final = "ampx_wrapped"  # on a raw optimizer
 # Bodies of `scale_loss` in which leaves are looked at, once they are known.
 _BODIES: Final = 100
+_SLOTS: Final = ParameterSlots()
 
 
 class _Watch:
@@ -35,14 +37,14 @@ class _Watch:
         self.handle: RemovableHandle | None = None
         self.with_leaves: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose leaves were followed
         self.bodies = 0
-        self.before: list[Sight] = []
-        self.leftovers = Leftovers()
+        self.before: list[GradientSnapshot] = []
+        self.provenance = Provenance(_SLOTS)
         self.lowered: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters without the float32 copies of their level
 
     def stop(self) -> None:
         if self.handle is not None:
             self.handle.remove()
-        self.handle, self.before, self.leftovers = None, [], Leftovers()
+        self.handle, self.before, self.provenance = None, [], Provenance(_SLOTS)
         followed.clear()
 
 
@@ -113,7 +115,7 @@ def follow(leaves: Iterable[torch.Tensor]) -> None:
     leaves = [leaf for leaf in leaves if id(leaf) not in others]
     followed.extend(map(weakref.ref, leaves))
     _watch.bodies = _BODIES
-    _watch.before += look(leaves)
+    _watch.before += _SLOTS.snapshot(leaves)
 
 
 def _owned() -> set[int]:
@@ -123,13 +125,13 @@ def _owned() -> set[int]:
 
 def begin_body() -> None:
     """Look at the gradients of the leaves that are followed, before a body."""
-    _watch.before = look([leaf for reference in followed if (leaf := reference()) is not None])
+    _watch.before = _SLOTS.snapshot(leaf for reference in followed if (leaf := reference()) is not None)
 
 
 def end_body(scale: Any) -> None:
     """Note the gradients to which a body has written that had this loss scale."""
     if _watch.before:
-        _watch.leftovers.note_foreign(_watch.before, 1.0, scale)
+        _watch.provenance.note_foreign(_watch.before, 1.0, scale)
         _watch.before = []
         _watch.bodies -= 1
         if _watch.bodies <= 0:
@@ -144,25 +146,25 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _WRAPPED in optimizer.__dict__ or torch.compiler.is_compiling():
         return
     followed_before = optimizer in _watch.with_leaves
-    if followed_before and not _watch.leftovers.notes:
+    if followed_before and not _watch.provenance.notes:
         return
     owned = _owned()  # by an optimizer that this one is a part of
     parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
     # Tensors of inference mode, which no backward makes, do not count how often they are written.
-    pairs = [(p, p.grad) for p in parameters if p.grad is not None and not p.grad.is_inference()]
+    counted = [p for p in parameters if p.grad is not None and not p.grad.is_inference()]
     name = type(optimizer).__name__
-    if any(_watch.leftovers.factor_of(p, gradient, gradient._version, 1.0) != 1.0 for p, gradient in pairs):
+    if any(_watch.provenance.scale_of(snapshot, 1.0) != 1.0 for snapshot in _SLOTS.snapshot(counted)):
         raise RawStepError(
             f"{name}, which wrap_optimizer was never given, was stepped on gradients of a scaled loss; they would be "
             f"applied times the loss scale. Call opt = ampx.wrap_optimizer(opt) on it, too, and name all optimizers "
             f"that a loss trains: ampx.scale_loss(loss, [opt, other])."
         )
-    if followed_before or not pairs:
+    if followed_before or not counted:
         return
     _watch.with_leaves.add(optimizer)
     follow(parameters)
     _watch.before = []  # no body runs
-    low = sum(id(parameter) in _watch.lowered and parameter.dtype in LOW for parameter, _ in pairs)
+    low = sum(id(parameter) in _watch.lowered and parameter.dtype in LOW for parameter in counted)
     if low:
         callers.warn(
             f"{name} was stepped on {low} low-precision parameters that ampx.prepare gave no float32 copies, "

@@ -16,7 +16,8 @@ import torch
 from ampx.errors import LowPrecisionParametersError, ProtocolError, RawStepError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import HOST_LEDGER, HostLedger, Member
+from ampx.protocol import HOST_LEDGER, HostLedger, Member, NotCopied
+from ampx.provenance import UNKNOWN, GradientSnapshot, Provenance
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import is_one
 
@@ -27,44 +28,76 @@ from .delegation import DelegatingOptimizer
 from .device_scale import TensorLedger
 from .folded_step import Folded
 from .gradients import GradientSet, clip, reads_free, refuse_half
-from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
 from .meter import UpdateMeter
 from .prepare import masters
+from .slots import ParameterSlots
 from .trees import LOW
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
 
 _NOTHING: Final = nullcontext()
-# What `_attach` makes anew, and what a scheduler hangs on an optimizer.
-_NOT_COPIED: Final = frozenset(
-    [
-        *(
-            "gradients",
-            "mixer",
-            "leftovers",
-            "checked",
-            "revealed",
-            "_norm",
-            "_clips",
-            "_clipped",
-            "_entered",
-            "_entering",
-        ),
-        *(
-            "_thread",
-            "_incomplete",
-            "_guard",
-            "_guard_handle",
-            "_undo_fused",
-            "step",
-            "_opt_called",
-            "_meter",
-            "_groups",
-        ),
-    ]
-)
+_SLOTS: Final = ParameterSlots()
+# What a scheduler hangs on an optimizer, for itself.
+_OF_SCHEDULERS: Final = frozenset(("step", "_opt_called"))
+
+
+class PendingGradients(NotCopied):
+    """What is known of the gradients that wait for a step, beyond their stage.
+
+    Attributes:
+        checked: Finiteness by loss id of gradients that are unscaled already: bools, or flags on a device that nobody
+            has read.
+        revealed: The unscaled gradients may have changed since they were tested: the step tests them again.
+        norm: Their norm before clipping; None where nobody measured it.
+        clipped: They are clipped as `wrap_optimizer` was asked to.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget gradients that were used or cleared."""
+        self.checked: dict[int, Any] = {}
+        self.revealed = self.clipped = False
+        self.norm: Any = None
+
+    def note_norm(self, norm: Any) -> None:
+        """Keep the first norm that was measured: later ones are of clipped gradients."""
+        if self.norm is None:
+            self.norm = norm
+
+
+class Bodies(NotCopied):
+    """The `scale_loss` bodies of one optimizer.
+
+    Attributes:
+        count: How many began.
+        scale: The loss scale of the last one.
+        thread: Where it ran; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.scale = 0, cast("Any", 1.0)
+        self.thread: int | None = None
+
+
+class RawStep(NotCopied):
+    """The raw optimizer's own step, and what keeps others from running it while gradients are scaled.
+
+    Attributes:
+        guard: The hook that raises.
+        handle: Takes it off.
+        incomplete: Of a fused SGD some parameters may have no momentum yet.
+        undo_fused: Undoes `fused.use`; None where that was not called.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, member: Member) -> None:
+        self.guard = StepGuard(member)
+        self.handle = optimizer.register_step_pre_hook(self.guard)
+        self.incomplete = isinstance(optimizer, torch.optim.SGD)
+        self.undo_fused: Callable[[], None] | None = None
 
 
 class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
@@ -79,13 +112,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         process_group: The processes that agree on finiteness, or None.
         gradients: The gradients behind the parameter groups.
         mixer: Keeps losses with scales of their own apart.
-        leftovers: Gradients that carry another scale than the stage says.
-        checked: Finiteness by loss id of gradients that are true already: bools, or flags on a device that nobody
-            has read.
-        revealed: The true gradients may have changed since they were tested: the step tests them again.
+        provenance: Gradients that carry another scale than the stage says.
+        pending: What is known of the gradients that wait for a step.
     """
-
-    _undo_fused: Callable[[], None] | None
 
     def __init__(self, optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> None:
         self.optimizer = optimizer
@@ -103,29 +132,23 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._fused = options.get("fused") is not None and member.group.enabled
         self._attach()
         if self._fused:
-            self._undo_fused = fused.use(optimizer)
+            self._raw.undo_fused = fused.use(optimizer)
 
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
         self.gradients = GradientSet(self.optimizer, self._accepts_half)
         self.mixer = LossMixer()
-        self.leftovers = Leftovers()
+        self.provenance = Provenance(_SLOTS)
         self._meter = UpdateMeter(self._compute)
-        self.checked: dict[int, Any] = {}
-        self.revealed = False
-        self._norm: Any = None
+        self.ampx_member.observers = (self._meter,)
+        self.pending = PendingGradients()
+        self._bodies = Bodies()
         self._clips = self._max_norm is not None or self._max_value is not None
-        self._clipped = False  # as `wrap_optimizer` was asked to
-        # How many `scale_loss` bodies began; the scale, and the thread, of the last one.
-        self._entered, self._entering, self._thread = 0, cast("Any", 1.0), cast("int | None", None)
-        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)  # fused: some have no momentum yet
         self._groups = len(self.optimizer.param_groups)
-        self._undo_fused = None
         refusal = vars(self.optimizer).pop("ampx_refusal", None)  # of prepare, until there is a wrapper
         if refusal is not None:
             refusal.remove()
-        self._guard = StepGuard(self.ampx_member)
-        self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
+        self._raw = RawStep(self.optimizer, self.ampx_member)
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
         raw_steps.living.add(self)
@@ -173,12 +196,13 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if not gradients and (self.process_group is None or member.stage == "idle"):
             self._close_empty()
             return loss
-        sample = self._meter.begin(self)
+        if member.observers:
+            member.begin_step(self)
         folded = self._fold(gradients) if self._max_norm is not None or self.gradients.reads_fast else None
         if folded is None:
             if member.stage == "scaled":
                 self.unscale(gradients)
-            elif self.revealed:
+            elif self.pending.revealed:
                 if self.masters is not None:
                     self.masters.check_writes()
                 self.look_again(gradients)
@@ -189,10 +213,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if folded is None and self._clips:
                 self.clip()
             self.apply(overflow, folded)
-            if sample is not None:
-                self._meter.end(self, sample, overflow)
-        self.close(self.checked)
-        self._meter.tell(self)
+        self.close(self.pending.checked)
         return loss
 
     # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
@@ -217,12 +238,12 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
                 member.check_step()
             return []
         self.notice_groups()
-        if self.leftovers.notes:
+        if self.provenance.notes:
             self.bring_together()
         gradients = self.collect()
         if member.backwards and gradients:
             member.check_backward()
-        if self._incomplete and gradients:
+        if self._raw.incomplete and gradients:
             fused.check_momentum(self.optimizer)
         return gradients
 
@@ -248,12 +269,12 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if self.process_group is not None:
                 flags = [self.agree(self.gradients.combine(flags))]
             finite = self.gradients.combine(flags) if unread else self.gradients.finite(flags)
-        if loss_id in self.checked:
-            earlier = self.checked[loss_id]
+        if loss_id in self.pending.checked:
+            earlier = self.pending.checked[loss_id]
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
-        self.checked[loss_id] = finite
+        self.pending.checked[loss_id] = finite
         for other, shared in self._sharers():
-            other.leftovers.note_true(shared)
+            other.provenance.note_unscaled(shared)
 
     def _sharers(self) -> list[tuple[AmpOptimizer, list[torch.nn.Parameter]]]:
         """List other optimizers that take gradients of this one for scaled, and the parameters in question."""
@@ -261,7 +282,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if len(raw_steps.living) < 2:
             return sharers
         for other in list(raw_steps.living):
-            if other is not self and (other.ampx_member.stage == "scaled" or other.leftovers.notes):
+            if other is not self and (other.ampx_member.stage == "scaled" or other.provenance.notes):
                 shared = self.gradients.identities() & other.gradients.identities()
                 if shared:
                     sharers.append((other, [own for own in self.gradients.parameters() if id(own) in shared]))
@@ -270,36 +291,36 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def check(self) -> bool | torch.Tensor:
         """Return whether a gradient overflowed; with the scale on the device a flag, which the fused kernel obeys."""
         if not self.on_device:
-            return not all(self.checked.values())
-        overflow = self.gradients.combine(list(self.checked.values()))
+            return not all(self.pending.checked.values())
+        overflow = self.gradients.combine(list(self.pending.checked.values()))
         return True if fused.makes_momentum(self.optimizer) and bool(overflow) else overflow
 
     def look_again(self, gradients: list[list[torch.Tensor]]) -> None:
-        """Test true gradients again: somebody may have written to them since. The stage is "interrupted" after it.
+        """Test unscaled gradients again: they may have been written to since. The stage is "interrupted" after it.
 
         What is not finite counts for the first loss; for none, where one had overflowed before.
         """
         self.ampx_member.begin_change()
         unread = self._unread()
-        if len(unread) < len(self.checked) and not all(self.checked.values()):
+        if len(unread) < len(self.pending.checked) and not all(self.pending.checked.values()):
             return  # the step is skipped, whatever they are
-        loss_id = next(iter(self.checked), 0)
+        loss_id = next(iter(self.pending.checked), 0)
         flag = self.gradients.combine(self.gradients.unscale(gradients, 1.0, fresh=True))
         if self.process_group is not None:
             flag = self.agree(flag)
         if not self.on_device:
-            self.checked[loss_id] = not self.gradients.combine([*unread, flag]).item()
+            self.pending.checked[loss_id] = not self.gradients.combine([*unread, flag]).item()
         elif unread:
             flag = torch.where(self.gradients.combine(unread) == 0, flag.to(unread[0].device), 0.0)
-            self.checked[loss_id] = self.gradients.combine([unread[0], flag])
+            self.pending.checked[loss_id] = self.gradients.combine([unread[0], flag])
         else:
-            self.checked[loss_id] = flag
+            self.pending.checked[loss_id] = flag
 
     def clip(self) -> None:
-        """Clip the true gradients as `wrap_optimizer` was asked to; once, should the step be tried again."""
-        if self._clips and not self._clipped:
+        """Clip the unscaled gradients as `wrap_optimizer` was asked to; once, should the step be tried again."""
+        if self._clips and not self.pending.clipped:
             self._clip(self._max_norm, self._max_value)
-            self._clipped = True
+            self.pending.clipped = True
 
     def apply(self, overflow: bool | torch.Tensor, folded: Folded | None) -> None:
         """Run the raw optimizer; a fused kernel divides gradients, and changes nothing where the flag is set."""
@@ -323,15 +344,17 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def close(self, checked: dict[int, Any]) -> None:
         """Note the step's outcome and move the loss scale."""
-        member, norm, on_device = self.ampx_member, self._norm, self.on_device
-        self.leftovers.notes = {}
+        member, norm, on_device = self.ampx_member, self.pending.norm, self.on_device
+        self.provenance.notes = {}
         if not on_device and False in checked.values():
-            self.leftovers.note(self.leaves(), None)
+            self.provenance.note(self.leaves(), UNKNOWN)
         elif self.masters is not None:  # only the masters' gradients became true
             factor = member.factor if self.mixer.loss_id is None else None
             if type(factor) is not float or factor != 1.0:
-                self.leftovers.note(self.masters.model_parameters(), factor)
-        self._reset()
+                self.provenance.note(self.masters.model_parameters(), factor)
+        self.pending.forget()
+        if self.mixer.loss_id is not None or member.mixes:
+            self.mixer.reset(self)
         if on_device:
             ledger = cast("TensorLedger", member.group.ledger)
             checked = {loss_id: ledger.flag(finite) for loss_id, finite in checked.items()}
@@ -365,9 +388,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.ampx_member.finish_empty(applied)
 
     def _fold(self, gradients: list[list[torch.Tensor]]) -> Folded | None:
-        """Leave unscaling and clipping to the kernel, where nobody can tell and one loss is to be unscaled."""
+        """Leave unscaling and clipping to the kernel, where no code sees a difference and there is one loss."""
         member, folded = self.ampx_member, None
-        if member.stage != "scaled" or self.checked or self.mixer.loss_id is not None:
+        if member.stage != "scaled" or self.pending.checked or self.mixer.loss_id is not None:
             return None
         if self._max_value is not None or self.process_group is not None:
             return None
@@ -387,8 +410,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             folded = folded_step.on_device(gradients, scale, self._max_norm)
         if folded is not None:
             member.begin_change()  # gradients that the kernel divides must not be used again, should it raise
-            self.checked[loss_id] = True if folded.overflow is None else folded.overflow
-            self._norm = folded.norm
+            self.pending.checked[loss_id] = True if folded.overflow is None else folded.overflow
+            self.pending.norm = folded.norm
         return folded
 
     def run_raw(self, *args: Any) -> Any:
@@ -397,7 +420,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         The stage is "interrupted" from there on. Where the user has hooks before the step, it is so after them, because
         they may raise without harm.
         """
-        raw, guard, member = self.optimizer, self._guard, self.ampx_member
+        raw, guard, member = self.optimizer, self._raw.guard, self.ampx_member
         guard.open = True
         try:
             others = len(raw._optimizer_step_pre_hooks) != 1 or raw_steps.other_hooks()
@@ -405,12 +428,12 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if others and not args and hasattr(type(raw).step, "__wrapped__"):
                 if member.stage == "interrupted":
                     member.note_unscaled()
-                raw._optimizer_step_pre_hooks.move_to_end(self._guard_handle.id)
+                raw._optimizer_step_pre_hooks.move_to_end(self._raw.handle.id)
                 guard.begins = True
             elif member.stage != "interrupted":
                 member.begin_change()
-            if self._incomplete:
-                self._incomplete = not fused.complete_momentum(raw)
+            if self._raw.incomplete:
+                self._raw.incomplete = not fused.complete_momentum(raw)
             # Native defect: an optimizer that multiplies matrices would have its own operations cast.
             with _NOTHING if self.device_type is None else casting.Off(self.device_type):
                 result = raw.step(*args)
@@ -426,8 +449,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def check_and_unscale(self, reads: bool = True) -> None:
         """Make pending scaled gradients true and note their finiteness; test true ones that may have changed."""
         member = self.ampx_member
-        if member.stage == "scaled" or (member.stage == "unscaled" and self.revealed):
-            if self.leftovers.notes:
+        if member.stage == "scaled" or (member.stage == "unscaled" and self.pending.revealed):
+            if self.provenance.notes:
                 self.bring_together()
             if member.stage == "scaled":
                 gradients = self.collect()
@@ -439,12 +462,12 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             member.note_unscaled()
 
     def _unread(self) -> list[torch.Tensor]:
-        """List the flags that nobody has read."""
-        return [finite for finite in self.checked.values() if isinstance(finite, torch.Tensor)]
+        """List the flags that were not read."""
+        return [finite for finite in self.pending.checked.values() if isinstance(finite, torch.Tensor)]
 
     def take_checked(self) -> dict[int, bool]:
         """Return and forget the finiteness so far, by loss id. Sync: where it was not read yet."""
-        checked, self.checked = self.checked, {}
+        checked, self.pending.checked = self.pending.checked, {}
         return {
             loss_id: not bool(finite) if isinstance(finite, torch.Tensor) else finite
             for loss_id, finite in checked.items()
@@ -465,17 +488,17 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         return min([lowest, *(state.scale for state in group.states.values())]) < 1.0
 
     def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
-        """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
+        """Clip unscaled gradients; those that are not finite stay, so that they can be told from the others."""
         unread = self._unread()
         overflow: Any = self.gradients.combine(unread) if unread else None
-        if not unread and not all(self.checked.values()):
+        if not unread and not all(self.pending.checked.values()):
             max_value, overflow = None, True
         member = self.ampx_member
         begins = member.stage != "interrupted"
         if begins:
             member.begin_change()
         norm = clip(self.gradients.parameters(), max_norm, max_value, overflow)
-        self._norm = norm if self._norm is None else self._norm
+        self.pending.note_norm(norm)
         if begins:
             member.end_change()
         return norm
@@ -483,7 +506,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def forget(self) -> None:
         """Drop pending gradients without counting a step."""
         self._reset()
-        self._guard.open = self._guard.begins = False
+        self._raw.guard.open = self._raw.guard.begins = False
         self._drop_kernel_options()
         self.ampx_member.forget()
 
@@ -496,9 +519,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         casting.forget_weights()
 
     def _reset(self) -> None:
-        self.checked = {}
-        self.revealed = self._clipped = False
-        self._norm = None
+        self.pending.forget()
         if self.mixer.loss_id is not None or self.ampx_member.mixes:
             self.mixer.reset(self)
 
@@ -510,7 +531,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     # -- what core asks ------------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true; the step tests them again, since they may change until then."""
+        """Unscale the pending gradients; the step tests them again, since they may change until then."""
         if not self.ampx_member.group.enabled:
             return
         if self.ampx_member.stage != "unscaled":
@@ -518,7 +539,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self.check_and_unscale(reads=False)
             if self.masters is not None:
                 self.masters.note_true()
-        self.revealed = True
+        self.pending.revealed = True
 
     def ampx_clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Unscale if not done, clip, and return the norm before clipping as a float32 scalar tensor."""
@@ -540,12 +561,12 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as it was."""
         raw_steps.note_wrapped(self.optimizer, False)
-        self._guard_handle.remove()
-        if self._undo_fused is not None:
-            self._undo_fused()
+        self._raw.handle.remove()
+        if self._raw.undo_fused is not None:
+            self._raw.undo_fused()
 
     def ampx_is_cleared(self) -> bool:
-        """Return whether model.zero_grad() dropped true gradients."""
+        """Return whether model.zero_grad() dropped unscaled gradients."""
         return not self.gradients.collect()
 
     def ampx_notice_cleared(self) -> None:
@@ -553,7 +574,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.forget()
 
     def ampx_check_backward(self, loss_id: int) -> None:
-        """Raise where gradients are left that nobody can tell the scale of, or parameters were not prepared.
+        """Raise where gradients of unknown scale are left, or parameters were not prepared.
 
         Sync: none; one for each gradient of which nobody can tell.
         """
@@ -562,8 +583,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.notice_groups()
         if self.mixer.evaluating:
             self.mixer.check(self)
-        elif self.leftovers.notes:
-            self.leftovers.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
+        elif self.provenance.notes:
+            self.provenance.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
         factors = self.ampx_member.factors
         if factors and loss_id not in factors:
             self._check_not_shared(loss_id)
@@ -587,12 +608,13 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             raw_steps.begin_body()
         if self.masters is not None:
             self.masters.begin()
-        self._entered += 1
-        self._entering, self._thread = scale, get_ident()
+        bodies = self._bodies
+        bodies.count += 1
+        bodies.scale, bodies.thread = scale, get_ident()
         if self.mixer.evaluating:
             self.mixer.before(self, loss_id)
         elif self.ampx_member.factors:
-            if self.leftovers.notes:
+            if self.provenance.notes:
                 self.bring_together()
             self.mixer.before(self, loss_id)
         elif self._keeps_gradients(scale):  # the first loss since the last step
@@ -601,40 +623,40 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def ampx_after_backward(self, loss_id: int) -> None:
         """Add the gradients that were put aside."""
         if raw_steps.followed:
-            raw_steps.end_body(self._entering)
+            raw_steps.end_body(self._bodies.scale)
         if self.mixer.loss_id is not None:
             self.mixer.after(self)
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Bring back what was put aside; what the backward left carries its scale."""
         if raw_steps.followed:
-            raw_steps.end_body(self._entering)
+            raw_steps.end_body(self._bodies.scale)
         self.mixer.abandon(self)
         if not self.ampx_member.factors:
-            self.leftovers.note(self.leaves(), self._entering)
+            self.provenance.note(self.leaves(), self._bodies.scale)
 
-    def ampx_watch(self, scale: Any) -> tuple[int, list[Sight]] | None:
+    def ampx_watch(self, scale: Any) -> tuple[int, list[GradientSnapshot]] | None:
         """Look at the gradients before the body of other optimizers."""
         member = self.ampx_member
         if not member.group.enabled or (type(scale) is float and scale == 1.0 and not self._scales):
             return None
         # What a body of this one does, or another thread, is no other optimizer's doing.
-        if member.stage in ("inside", "interrupted") or self._thread not in (None, get_ident()):
+        if member.stage in ("inside", "interrupted") or self._bodies.thread not in (None, get_ident()):
             return None
-        return self._entered, look(self.leaves())
+        return self._bodies.count, _SLOTS.snapshot(self.leaves())
 
-    def ampx_notice_foreign(self, before: tuple[int, list[Sight]], scale: Any) -> None:
+    def ampx_notice_foreign(self, before: tuple[int, list[GradientSnapshot]], scale: Any) -> None:
         """Note the gradients to which a body of other optimizers has written."""
-        entered, sights = before
-        if entered != self._entered or self._thread not in (None, get_ident()):
+        entered, snapshots = before
+        if entered != self._bodies.count or self._bodies.thread not in (None, get_ident()):
             return
         member = self.ampx_member
         default = {"idle": 1.0, "scaled": member.factor}.get(member.stage)
-        self.leftovers.note_foreign(sights, default, scale)
+        self.provenance.note_foreign(snapshots, default, scale)
 
     def _keeps_gradients(self, scale: Any) -> bool:
         """Return whether gradients are left that might carry another scale; here a step costs time that has none."""
-        if not self.leftovers.notes and type(scale) is float and scale == 1.0:
+        if not self.provenance.notes and type(scale) is float and scale == 1.0:
             return False
         if self.masters is not None:
             return True
@@ -645,9 +667,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         return False
 
     def are_unknown(self) -> bool:
-        """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
-        left = self.ampx_member.stage == "idle" and bool(self.leftovers.notes)
-        return left and self.leftovers.are_unknown(self.leaves())
+        """Return whether a skipped step left gradients that were not cleared. Sync: one a gradient, where it did."""
+        left = self.ampx_member.stage == "idle" and bool(self.provenance.notes)
+        return left and self.provenance.are_unknown(self.leaves())
 
     def bring_together(self) -> None:
         """Have gradients to which losses of other optimizers were added carry what the others of this one carry."""
@@ -656,11 +678,11 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.ampx_member.end_change()
 
     def _bring_to(self, scale: Any, default: Any) -> None:
-        plan = self.leftovers.plan(self.leaves(), scale, default)
+        plan = self.provenance.plan(self.leaves(), scale, default)
         if plan:
             self.ampx_member.begin_change()
-            divide(plan)
-        self.leftovers.notes = {}
+            self.provenance.divide(plan)
+        self.provenance.notes = {}
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """List the parameters whose gradients backward makes."""
@@ -692,7 +714,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.optimizer.zero_grad(set_to_none)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
-        self.leftovers.notes = {}
+        self.provenance.notes = {}
         if member.stage != "idle":
             self.forget()
 
@@ -704,13 +726,13 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """
         refuse_session_state(state_dict, "load_state_dict")
         self.optimizer.load_state_dict(state_dict)
-        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
+        self._raw.incomplete = isinstance(self.optimizer, torch.optim.SGD)
         if self._fused and not all(group["fused"] for group in self.param_groups):
             fused.use(self.optimizer)  # the checkpoint was written by an optimizer that was not
         if self.on_device and not all(group.get("fused") for group in self.param_groups):
             # torch takes over `fused` with the other options: only fused kernels know how to skip by themselves.
             self.ampx_member.group.resolve()
-            self.checked = {**self.take_checked()}
+            self.pending.checked = {**self.take_checked()}
             self.ampx_member.group.ledger = HOST_LEDGER
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -734,16 +756,17 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if len(groups) == self._groups:
             return
         added, self._groups = groups[self._groups :], len(groups)
-        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
+        self._raw.incomplete = isinstance(self.optimizer, torch.optim.SGD)
         if not true and self.ampx_member.stage in ("idle", "unscaled") and self._scales:
-            self.leftovers.note([parameter for group in added for parameter in group["params"]], None)
+            self.provenance.note([parameter for group in added for parameter in group["params"]], UNKNOWN)
 
     def __repr__(self) -> str:
         return f"AmpOptimizer({self.optimizer!r}, {self.ampx_member.group.config!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what `_attach` makes, and a scheduler's patch of `step`."""
-        kept = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
+        """Leave out what belongs to this process, and what a scheduler hung on it."""
+        own = {key: value for key, value in self.__dict__.items() if key not in _OF_SCHEDULERS}
+        kept = {key: value for key, value in own.items() if not isinstance(value, NotCopied)}
         ledger = self.ampx_member.group.ledger
         return {**kept, "_ledger": type(ledger) if isinstance(ledger, TensorLedger) else None}
 
@@ -757,7 +780,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._attach()
         if self.ampx_member.stage != "idle":
             self.ampx_member.forget()
-            self.leftovers.note(self.leaves(), None)
+            self.provenance.note(self.leaves(), UNKNOWN)
 
 
 class StepGuard:

@@ -71,3 +71,19 @@ def _like(tree: Any, values: Any) -> Any:
 def floating(tree: Any) -> Iterator[torch.Tensor]:
     """Walk over the floating tensors of a tree."""
     return (leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the stored elements, as real numbers; of a sharded tensor (DTensor) this process's part."""
+    tensor = tensor.detach()
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        tensor = tensor.values()
+    local = getattr(tensor, "to_local", None)
+    tensor = tensor if local is None else local()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor

@@ -63,9 +63,15 @@ class Chain(nnx.Module):
         return x if self.norm is None else self.dropout(self.norm(x))
 
 
+class Twice(nnx.Module):
+    def __call__(self, x):
+        return x * 1, x * 2
+
+
 class JaxHarness(ValueHarness):
     framework, plugin, device = "jax", "ampx_jax", "cpu"
     dtype: ClassVar[Any] = "bfloat16"
+    models_are_values = True
     detaches = False  # whether a gradient can flow from a JAX array is known to nobody
 
     def tensor(self, values, dtype):
@@ -127,6 +133,16 @@ class JaxHarness(ValueHarness):
 
     def parameters_of(self, model):
         return list(model)
+
+    def fork(self, inputs):
+        model, _, _ = self.chain((1.0,), ())
+        model.layers.append(Twice())
+
+        def step(model):
+            first, second = model(self.batch(inputs))
+            return jnp.sum(first.astype("float32")) + 3 * jnp.sum(second.astype("float32"))
+
+        return model, step, "layers.1"
 
     def shipped(self, weights, norm=False):
         model, _, names = self.chain(weights, (), noise=norm)

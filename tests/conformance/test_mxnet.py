@@ -42,7 +42,7 @@ class Times(mx.gluon.nn.Dense):
 
 class MXNetHarness(Harness):
     framework, plugin, device, dtype = "mxnet", "ampx_mxnet", "cpu", "bfloat16"
-    guards_raw_steps = True
+    guards_raw_steps, brings_backwards = True, False
 
     def tensor(self, values, dtype):
         if dtype == "bfloat16":
@@ -156,6 +156,17 @@ class MXNetHarness(Harness):
                 return model(batch).astype("float32").sum()
 
         return model, step, [str(position) for position in range(len(weights))]
+
+    def fork(self, inputs):
+        model, _, _ = self.chain((1.0,), (1.0,))
+        model.add(mx.gluon.nn.HybridLambda(lambda functions, x: (x * 1, x * 2)))
+
+        def step(model):
+            with mx.autograd.record():
+                first, second = model(self.batch(inputs))
+                return first.astype("float32").sum() + 3 * second.astype("float32").sum()
+
+        return model, step, "1"
 
     def shipped(self, weights, norm=False):
         self.block, _, names = self.chain(weights, ())

@@ -39,13 +39,18 @@ class QuietNorm(paddle.nn.BatchNorm1D):
             return super().forward(inputs)
 
 
+class Twice(paddle.nn.Layer):
+    def forward(self, x):
+        return x * 1, x * 2
+
+
 class PaddleHarness(Harness):
     framework, plugin, device = "paddle", "ampx_paddle", "cpu"
     converts_to = "bfloat16" if devices.programs_compute_bfloat16() else None
     returns_low = False  # on a CPU
     closures = True
     clears_to_zero, copies, guards_raw_steps, watches_others = True, ("deepcopy",), True, True
-    watches_true = True
+    watches_true, shares_parameters = True, True
 
     def __init__(self):
         paddle.set_device(self.device)
@@ -114,6 +119,16 @@ class PaddleHarness(Harness):
         model = paddle.nn.Sequential(*layers, *behind)
         batch = paddle.to_tensor([[value] for value in inputs], "float32")
         return model, lambda model: model(batch).astype("float32").sum(), names
+
+    def fork(self, inputs):
+        model, _, _ = self.chain((1.0,), (1.0,))
+        model.add_sublayer("1", Twice())
+
+        def step(model):
+            first, second = model(self.batch(inputs))
+            return first.astype("float32").sum() + 3 * second.astype("float32").sum()
+
+        return model, step, "1"
 
     def shipped(self, weights, norm=False):
         model, _, names = self.chain(weights, (1.0,))

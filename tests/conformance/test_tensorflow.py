@@ -31,12 +31,18 @@ def pull(parameter, slopes):
     return tf.reduce_sum(tf.cast(parameter, tf.float32)), slope
 
 
+class Twice(keras.layers.Layer):
+    def call(self, x):
+        return x * 1, x * 2
+
+
 class TensorFlowHarness(Harness):
     """Keras optimizers over plain variables; the loss is scaled outside the tape."""
 
     framework, plugin, device = "tensorflow", "ampx_tensorflow", "cpu"
     dtype: ClassVar[Any] = "bfloat16"
     detaches = False  # whether a gradient can flow from a tensor is known to the tape only
+    guards_raw_steps = True
 
     def tensor(self, values, dtype):
         return tf.constant(values, dtype)
@@ -136,6 +142,16 @@ class TensorFlowHarness(Harness):
         model = keras.Sequential([keras.Input((1,)), *layers])
         batch = tf.constant([[value] for value in inputs], tf.float32)
         return model, lambda model: tf.reduce_sum(tf.cast(model(batch, training=noise), tf.float32)), names
+
+    def fork(self, inputs):
+        layers, _, _ = self.chain((1.0,), ())
+        model = keras.Model(layers.inputs, Twice(name="fork")(layers.outputs[0]))
+
+        def step(model):
+            first, second = model(self.batch(inputs))
+            return tf.reduce_sum(tf.cast(first, tf.float32)) + 3 * tf.reduce_sum(tf.cast(second, tf.float32))
+
+        return model, step, "fork"
 
     def shipped(self, weights, norm=False):
         model, _, names = self.chain(weights, ())

@@ -26,11 +26,17 @@ class Pull(torch.autograd.Function):
         return upstream * ctx.saved_tensors[0], None
 
 
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        return x * 1, x * 2
+
+
 class TorchHarness(Harness):
     framework, plugin, device = "torch", "ampx_torch", "cpu"
     dtype: ClassVar[Any] = "bfloat16"
     closures = True
     copies, guards_raw_steps, watches_others = ("deepcopy", "pickle"), True, True
+    shares_parameters = True
 
     def tensor(self, values, dtype):
         return torch.tensor(values, dtype=getattr(torch, dtype), device=self.device)
@@ -94,6 +100,16 @@ class TorchHarness(Harness):
         model = torch.nn.Sequential(*layers, *noises).to(self.device)
         batch = torch.tensor(inputs, device=self.device).reshape(-1, 1)
         return model, lambda model: model(batch).float().sum(), names
+
+    def fork(self, inputs):
+        layers, _, _ = self.chain((1.0,), ())
+        model, batch = layers.append(Twice()), self.batch(inputs)
+
+        def step(model):
+            first, second = model(batch)
+            return first.float().sum() + 3 * second.float().sum()
+
+        return model, step, "1"
 
     def shipped(self, weights, norm=False):
         model, _, names = self.chain(weights, ())

@@ -27,12 +27,6 @@ KNOWN = {
     },
     "ampx_paddle": {("run.manager", "run.static"): RUN_TYPES},
     "ampx_tensorflow": {
-        (
-            "casting",
-            "numerics.forcing",
-            "oplists",
-            "products",
-        ): "rules about modules force as the debugger",
         ("device_scale", "losses", "losses_by_id", "step"): STEP_TYPES,
         ("run.debugging", "run.manager", "run.operations", "run.own_gradients"): RUN_TYPES,
     },

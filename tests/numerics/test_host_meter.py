@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ampx.events import PrecisionLost
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
 from ampx.numerics.host_meter import HostMeter, Sampled, Update
 
 SCALE = 1024.0
@@ -33,20 +33,20 @@ class Training:
             stage=stage,
             factors=dict(enumerate(factors)),
             factor=factors[0],
-            result=types.SimpleNamespace(applied=applied),
         )
-        self.meter = HostMeter("float16")
+        self.ampx_member, self.applied = self.member, applied
+        self.meter = HostMeter("float16", self.look)
 
-    def look(self, gradients):
+    def look(self, optimizer, gradients):
         self.looks += 1
         return [Sampled("weight", "float32", self.values.copy(), self.gradient if gradients else None)]
 
-    def run(self):
-        self.values = self.values - self.moves
-        return "done"
-
     def train(self, steps):
-        assert {self.meter.step(self.member, self.run, self.look) for _ in range(steps)} == {"done"}
+        for _ in range(steps):
+            looks_again = self.meter.before(self)
+            self.values = self.values - self.moves
+            if looks_again:
+                self.meter.after(self, {0: self.applied})
         return self.meter.last()
 
 

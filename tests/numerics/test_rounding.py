@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
 from ampx.numerics.probe import Stats
 from ampx.numerics.rounding import describe, round_to, sample
 from toy import framework

@@ -7,21 +7,11 @@ import pytest
 
 import ampx
 from ampx.backend import CastPlan, is_module
+from ampx.modules import FORCES, GRADIENTS, WATCHERS, CallInterceptors, Names, last_match, module_dtypes
 from ampx.numerics.overflow import OverflowTrace
 from ampx.numerics.probe import Reading, Stats, Watching
 from ampx.numerics.rounding import describe
-from ampx.numerics.watching import (
-    FORCES,
-    GRADIENTS,
-    NUMBERS,
-    WATCHERS,
-    Calls,
-    Log,
-    Names,
-    combined,
-    last_match,
-    module_dtypes,
-)
+from ampx.numerics.watching import NUMBERS, GradientLog, Log, combined
 from toy.framework import Dense, Module, Tensor
 from toy.harness import ImplicitToyHarness
 
@@ -44,7 +34,7 @@ def notes():
 
 @pytest.fixture
 def calls(notes):
-    return Calls(lambda: notes.append("install"), lambda: notes.append("uninstall"))
+    return CallInterceptors(lambda: notes.append("install"), lambda: notes.append("uninstall"))
 
 
 def test_who_watches_stands_outside_of_who_forces(calls, notes):
@@ -85,6 +75,21 @@ def test_without_a_model_the_second_that_is_called_has_a_prefix():
     names = Names(None, Module.named_modules)
     called = (first, first.modules["a"], second, second.modules["a"], first)
     assert [names.of(module) for module in called] == ["", "a", "Module:", "Module:a", ""]
+
+
+def test_models_of_one_class_have_names_of_their_own():
+    models = [Module(a=Dense(weight())) for _ in range(4)]
+    other = Dense(weight())
+    names = Names(None, Module.named_modules)
+    called = [names.of(part) for model in (models[0], other, *models[1:]) for part in (model, *model.modules.values())]
+    assert called == ["", "a", "Dense:", "Module:", "Module:a", "Module#2:", "Module#2:a", "Module#3:", "Module#3:a"]
+
+
+def test_a_wrapper_has_the_name_of_what_it_wraps():
+    inner, wrapper, added = Dense(weight()), object(), []
+    names = Names(None, lambda root: [("", inner if root is wrapper else root)], added.extend)
+    assert [names.of(module) for module in (Dense(weight()), wrapper, inner)] == ["", "Dense:", "Dense:"]
+    assert added[1] == ("Dense:", inner)
 
 
 def test_a_pattern_that_matches_nothing_is_refused_where_the_model_is_known():
@@ -137,21 +142,31 @@ def test_a_log_counts_calls_by_direction_and_leaves_out_what_never_came():
         brought.append(len(device))
         return list(device)
 
-    log = Log(Watching(modules=("a*",)), read, np.concatenate)
+    log = Log(Watching(modules=("a*",), samples=3), read, list)
     assert [log.watching.watches(name) for name in ("a", "a.b", "b", "")] == [True, True, False, False]
     for values in ([1.0, -3.0], [math.inf]):
-        entry = log.add("a", "Dense", "", "forward")
+        entry = log.add("a", "Dense", "", "forward", [len(values), 3])
         entry.dtype = "float16"
         entry.value.append(numbers(values))
         entry.inputs += [numbers([2.0]), numbers([4.0, 8.0])]
-        entry.samples += [np.float32(values), np.float32([9.0])]
+        flat = [np.float32(values), np.float32([7.0, 8.0, 9.0])]
+        entry.samples |= {place: entry.chosen(place, flat[place], flat[place].size) for place in (1, 0)}
         log.add("a", "Dense", "", "backward")
     first, second = log.readings()
     assert brought == [6]  # all at once
     assert (first.call, second.call, first.seconds, first.place) == (0, 1, None, "")
     assert second.value == Stats(elements=1, nonfinite=1)
     assert first.inputs == describe([2.0, 4.0, 8.0])
-    np.testing.assert_array_equal(first.sample, np.float32([1.0, -3.0, 9.0]))
+    np.testing.assert_array_equal(first.sample, np.float32([1.0, 7.0, 9.0]))  # every second of five
+    np.testing.assert_array_equal(second.sample, np.float32([math.inf, 8.0]))  # every second of four
+
+
+def test_gradients_of_one_backward_pass_are_one_reading():
+    gradients = GradientLog(Log(Watching(), list, list), "a", "Dense", sizes=[2, 1])
+    first = gradients.at(1)
+    assert (first.direction, first.call) == ("backward", 0)
+    assert gradients.at(0) is first
+    assert gradients.at(0).call == 1  # another pass comes by
 
 
 def test_without_patterns_every_module_is_watched():

@@ -1,5 +1,6 @@
 """Every optional room can be taken out: the rest imports, passes the kit on the toy, and trains README's lines."""
 
+import ast
 import importlib.util
 import re
 import shutil
@@ -16,6 +17,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
+OURS = [path.name for path in sorted((ROOT / "backends").iterdir()) if path.is_dir()]
 # By room, the paths that go (with the part of it in every backend), and what a user asks for that needs it.
 ROOMS = {
     "loggers": (["ampx/loggers"], "import ampx; ampx.log_to"),
@@ -26,30 +28,49 @@ ROOMS = {
     "trainers": (["backends/*/trainers"], None),
     "apex": (["backends/ampx_apex"], "import ampx_torch.apex"),
     "fluid": (["backends/ampx_fluid"], "import ampx_paddle.fluid"),
-    "run": (["ampx/run", "backends/*/run", "backends/*/run.py"], "from ampx.cli import main; main()"),
+    "run": (
+        ["ampx/run", "backends/*/run", "backends/*/run.py"],
+        "import sys; from ampx.cli import main; sys.argv[1:] = ['run', 'train.py']; sys.exit(main())",
+    ),
     "numerics": (["ampx/numerics", "backends/*/numerics", "backends/*/numerics.py"], "import ampx; ampx.diagnose"),
     "shipping": (["ampx/shipping", "backends/*/inference.py"], "import ampx; ampx.convert"),
     "former names of TensorFlow": (["backends/ampx_tensorflow/old"], None),
     "former names of MXNet": (["backends/ampx_mxnet/old"], "import ampx_mxnet.amp"),
 }
-# Each with what its users still are.
-NOT_YET = {
-    "run": "the backends' tables and the kit import `ampx.run`: contracts of their own are to take its place",
-    "numerics": "the meter is part of the steps, and backends' tables import it: an observer is to take its place",
-    "shipping": "the backends' tables and the kit import it: a contract of its own is to take its place",
-    "former names of TensorFlow": "optimizers of TensorFlow 1 and tf_keras are wrapped by what is in it",
-    "former names of MXNet": "`ampx_mxnet.inference` converts by it, and `ampx_mxnet.run` installs it",
+# By room, what else cannot be imported without it: parts of other rooms that stand upon it, and doors that say so.
+WITH = {
+    "loggers": "",
+    "lint, migrate and syntax": r"ampx\.cli\.(lint|migrate)_command",
+    "trainers": "",
+    "apex": r"ampx_torch\.(apex|old)",
+    "fluid": r"ampx_paddle\.(fluid|old)",
+    "run": r"ampx\.numerics\.(child|report|trial|\w+_script)|ampx\.cli\.(compare_command|doctor)"
+    r"|ampx\.testing\.(suite|kit\.automation)",
+    "numerics": r"ampx\.shipping\.convert|ampx\.cli\.compare_command|ampx\.testing\.(suite|kit\.precision)"
+    r"|ampx_(jax|tensorflow)\.run(\.\w+)?",
+    "shipping": r"ampx\.testing\.(suite|kit\.shipping)",
+    "former names of TensorFlow": r"ampx_tensorflow\.run\.tf1",
+    "former names of MXNet": r"ampx_mxnet\.(amp|estimator)",
 }
+GONE = """
+import sys
+
+class Gone:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in {}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Gone)
+"""
 KIT = """
-from ampx.testing.kit import casting, schedule, states, windows
+from ampx.testing.kit import casting, lifecycle, schedule, states, windows
 from toy.harness import ExplicitToyHarness, ImplicitToyHarness
 
-class TestImplicit(
-    schedule.ScheduleTests, windows.SkipTests, windows.AccumulationTests, states.StateTests, casting.RegionTests
-):
+class TestImplicit(schedule.ScheduleTests, windows.SkipTests, casting.RegionTests, lifecycle.CapabilityTests):
     harness = ImplicitToyHarness
 
-class TestExplicit(schedule.ScheduleTests, windows.SkipTests, windows.AccumulationTests, casting.RegionTests):
+class TestExplicit(windows.AccumulationTests, states.StateTests):
     harness = ExplicitToyHarness
 """
 TRAIN = {
@@ -91,20 +112,19 @@ assert opt.last_step.applied and losses[-1] < losses[0] / 4, losses
 INSTALLED = [name for name in TRAIN if importlib.util.find_spec(name)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(room, marks=[pytest.mark.xfail(reason=NOT_YET[room], strict=False)] if room in NOT_YET else [])
-        for room in ROOMS
-    ],
-)
+def paths_of(room, root):
+    """Return the files and folders of a room."""
+    return [path for pattern in ROOMS[room][0] for path in root.glob(pattern)]
+
+
+@pytest.fixture(scope="module", params=ROOMS)
 def house(request, tmp_path_factory):
     """A copy of the tree without a room, whose plugins are registered as in an installation: its room and folder."""
     folder = tmp_path_factory.mktemp("house")
     for name in ("ampx", "backends"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests" / "kit" / "toy", folder / "toy", ignore=shutil.ignore_patterns("__pycache__"))
-    gone = [path for pattern in ROOMS[request.param][0] for path in folder.glob(pattern)]
+    gone = paths_of(request.param, folder)
     assert gone, "the room is not where this test looks for it"
     for path in gone:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -113,6 +133,10 @@ def house(request, tmp_path_factory):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ampx-precision\nVersion: 0.1.0\n")
     lines = [f"{name} = {module}" for name, module in points.items() if (folder / "backends" / module).is_dir()]
+    # Where an installation of ampx has it, too, it must not be found there.
+    (folder / "sitecustomize.py").write_text(
+        GONE.format([path.name for path in gone if path.parent.name == "backends"])
+    )
     (info / "entry_points.txt").write_text("\n".join(["[ampx]", *lines, ""]))
     # The tests' environment may have the whole of ampx installed, where Python would find the packages that are gone.
     packages = [path.name for path in gone if path.parent.name == "backends"]
@@ -125,33 +149,79 @@ def run(folder, *command):
     return run_python(*command, cwd=folder, fresh=True, PYTHONPATH=f"{folder}:{folder / 'backends'}")
 
 
-def test_the_rest_imports(house):
-    _, folder = house
-    modules = []
-    for top in ("ampx", *(f"backends/ampx_{name}" for name in INSTALLED)):
-        for path in sorted((folder / top).rglob("*.py")):
-            parts = path.relative_to(folder).with_suffix("").parts
-            modules.append(".".join(part for part in parts if part not in ("backends", "__init__")))
-    # Commands of a room belong to it; programs are not imported; trainers need libraries of others.
-    left = [name for name in modules if not re.search(r"__main__|preloaded|\.trainers\b|_child$|\.demo$|plot$", name)]
-    code = (
-        "import importlib, sys, traceback\n"
-        "from ampx.errors import MissingPartError\n"
-        f"for name in {left!r}:\n"
-        "    try:\n"
-        "        importlib.import_module(name)\n"
-        "    except MissingPartError:\n"
-        "        pass\n"
-        "    except ModuleNotFoundError as error:\n"
-        "        assert name.startswith('ampx.cli.'), (name, error)\n"
-    )
-    done = run(folder, "-W", "ignore", "-c", code)
-    assert done.returncode == 0, done.stderr[-1500:]
+def modules_in(top):
+    """Return the files of a package by the names of their modules."""
+    files = {}
+    for path in sorted(top.rglob("*.py")):
+        parts = path.relative_to(top.parent).with_suffix("").parts
+        files[".".join(part for part in parts if part != "__init__")] = path
+    return files
 
 
-def test_the_kit_passes_on_the_toy(house):
-    _, folder = house
-    (folder / "test_kit.py").write_text(KIT)
+def at_import(body):
+    """List the import statements that run when a module is imported."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from at_import(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from at_import(list(ast.iter_child_nodes(node)))
+
+
+def asked_for(name, path):
+    """Return the modules that a module asks for when it is imported, by a door (`import_part`, `forward`), too."""
+    home = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    tree, names = ast.parse(path.read_text()), set()
+    for node in at_import(tree.body):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        else:
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home)
+            names |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    for node in tree.body:
+        for call in ast.walk(node) if isinstance(node, (ast.Expr, ast.Assign)) else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("forward", "import_part"):
+                names |= {value.value for value in call.args if isinstance(value, ast.Constant)}
+    return names
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_rest_needs_nothing_of_it_to_be_imported(room):
+    files = {}
+    for top in (ROOT / "ampx", *(ROOT / "backends" / name for name in OURS)):
+        files |= modules_in(top)
+    taken = {
+        name for name, path in files.items() for gone in paths_of(room, ROOT) if path == gone or gone in path.parents
+    }
+    assert taken, "the room is not where this test looks for it"
+    without, needs = set(), {name: asked_for(name, path) & set(files) for name, path in files.items()}
+    while more := {
+        name
+        for name in set(files) - taken - without
+        if needs[name] & (taken | without) or name.rpartition(".")[0] in without
+    }:
+        without |= more
+    accepted = re.compile(WITH[room] or "(?!)")
+    assert [name for name in sorted(without) if not accepted.fullmatch(name)] == []
+    assert not WITH[room] or without, "nothing needs the room: leave it out of WITH"
+
+
+def importing(room, folder):
+    """Return code that imports all that is left of ampx, and of the backends whose framework is installed."""
+    files = modules_in(folder / "ampx")
+    for name in INSTALLED:
+        files |= modules_in(folder / "backends" / f"ampx_{name}")
+    # Programs are not imported; demos and trainers need libraries of others.
+    programs = re.compile(r"__main__|preloaded|\.trainers\b|_child$|\.demo$|plot$")
+    left = [name for name in files if not programs.search(name) and not re.fullmatch(WITH[room] or "(?!)", name)]
+    return f"import importlib\nfor name in {left!r}:\n    importlib.import_module(name)\n"
+
+
+@pytest.mark.skipif(bool(INSTALLED), reason="the environment without frameworks tests it")
+def test_the_rest_imports_and_the_kit_passes_on_the_toy(house):
+    room, folder = house
+    (folder / "test_kit.py").write_text(importing(room, folder) + KIT)
     options = ("-q", "-x", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", "--rootdir", str(folder))
     done = run(folder, "-m", "pytest", *options, "test_kit.py")
     assert done.returncode == 0, done.stdout[-1500:]
@@ -159,13 +229,19 @@ def test_the_kit_passes_on_the_toy(house):
 
 
 @pytest.mark.parametrize("framework", TRAIN)
-def test_the_lines_of_the_readme_train(house, framework):
+def test_the_rest_imports_and_the_lines_of_the_readme_train(house, framework):
+    room, folder = house
     if framework not in INSTALLED:
         pytest.skip(f"{framework} is not installed in this environment")
-    done = run(house[1], "-c", TRAIN[framework])
+    if not any(path.is_relative_to(ROOT / "backends" / f"ampx_{framework}") for path in paths_of(room, ROOT)):
+        pytest.skip(
+            f"nothing of the room is in the backend of {framework}: the environment without frameworks tests it"
+        )
+    done = run(folder, "-W", "ignore", "-c", importing(room, folder) + TRAIN[framework])
     assert done.returncode == 0, done.stderr[-1500:]
 
 
+@pytest.mark.skipif(bool(INSTALLED), reason="the environment without frameworks tests it")
 def test_what_is_asked_for_and_absent_says_so_in_a_sentence_of_ours(house):
     room, folder = house
     asked = ROOMS[room][1]

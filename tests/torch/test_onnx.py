@@ -10,7 +10,7 @@ from torch import nn
 
 import ampx
 from ampx.backend import offer
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
 from ampx.numerics.probe import Probe, Watching
 from ampx.numerics.tune import Choice, TunedPolicy
 from ampx.numerics.tune_script import exclusions

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 import ampx
 from ampx.testing.base import KitTests, requires
-from ampx.testing.bench import FINITE, OVERFLOW, Bench
 from ampx.testing.checks import refused
 
 
@@ -131,127 +128,6 @@ class ProtocolErrorTests(KitTests):
             with refused(ampx.InvalidOptionError, passed=passed, accepted="different ones", advice="Pass"):
                 amp.scale_loss(bench.loss(), wrong)
         assert bench.train().applied
-
-    @requires("optimizer objects")
-    def test_stepping_unscaled_gradients_is_refused(self) -> None:
-        """Gradients that never went through `scale_loss` are not divided; nothing moves."""
-        bench = self.bench(self.start(), momentum=True)
-        bench.train()
-        before, saved = bench.snapshot(), bench.saved()
-        bench.receive(self.subject.backward(bench.loss(), bench.parameters))
-        with refused(
-            ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="with ampx.scale_loss"
-        ):
-            bench.step()
-        assert bench.snapshot() == before
-        assert bench.saved() == saved
-
-    @requires("sees_backward")
-    def test_backward_of_the_loss_itself_is_refused(self) -> None:
-        """In the block backward is called on what it yields; a step that would divide other gradients moves nothing."""
-        amp = self.start()
-        bench = self.bench(amp, momentum=True)
-        before, saved, loss = bench.snapshot(), bench.saved(), bench.loss()
-        with amp.scale_loss(loss, bench.opt):
-            bench.receive(self.subject.backward(loss, bench.parameters))
-        calls: list[Callable[[], Any]] = [lambda: bench.step(forget=False)]
-        if self.declares("implicit gradients"):
-            calls.append(lambda: amp.unscale(bench.opt))
-        for call in calls:
-            with refused(
-                ampx.NotScaledError, passed="that was passed to scale_loss", accepted="yields", advice="Call opt.zero"
-            ):
-                call()
-        assert bench.snapshot() == before
-        assert bench.saved() == saved
-
-    @requires("optimizer objects")
-    def test_stepping_twice_is_refused(self) -> None:
-        """The gradients of a window are applied once."""
-        bench = self.bench(self.start())
-        bench.accumulate()
-        pending = bench.pending
-        bench.step(forget=False)
-        before = bench.snapshot()
-        bench.pending = pending
-        with refused(
-            ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="with ampx.scale_loss"
-        ):
-            bench.step()
-        assert bench.snapshot() == before
-
-    @requires("optimizer objects")
-    def test_nesting_is_refused(self) -> None:
-        """No second body for the same optimizer, and no step, inside a body; the body goes on."""
-        amp = self.start()
-        bench, plain = self.bench(amp), self.plain()
-        before = bench.snapshot()
-        with amp.scale_loss(bench.loss(), bench.opt) as scaled:
-            with refused(ampx.NestedScaleError, passed="entered again", accepted="scaled twice", advice="Leave"):
-                amp.scale_loss(bench.loss(), bench.opt).__enter__()
-            bench.receive(self.subject.backward(scaled, bench.parameters))
-            pending = bench.pending
-            with refused(ampx.NestedScaleError, passed="inside a scale_loss body", accepted="", advice="Call"):
-                bench.step(forget=False)
-            bench.pending = pending
-            assert bench.snapshot() == before
-        assert bench.step().applied
-        plain.train_plainly(FINITE)
-        assert bench.values() == plain.values()
-
-    @requires("implicit gradients")
-    def test_true_and_scaled_gradients_are_never_added(self) -> None:
-        """After `unscale`, `scale_loss` is refused, unless the backend keeps the two apart and adds them rightly."""
-        amp = self.start()
-        bench, plain = self.bench(amp), self.plain()
-        bench.accumulate()
-        amp.unscale(bench.opt)
-        if bench.opt.ampx_member.mixes:
-            bench.accumulate()
-            plain.train_plainly(FINITE, FINITE)
-        else:
-            with refused(ampx.ProtocolError, passed="after unscale", accepted="would be added", advice="Call"):
-                bench.accumulate()
-            plain.train_plainly(FINITE)
-        assert bench.step().applied
-        assert bench.values() == plain.values()
-
-    @requires("implicit gradients")
-    def test_unscaling_nothing_is_refused(self) -> None:
-        """`unscale` needs a `scale_loss` since the last step."""
-        amp = self.start()
-        bench = self.bench(amp)
-        self.subject.backward(bench.loss(), bench.parameters)
-        with refused(ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="Call"):
-            amp.unscale(bench.opt)
-        assert self.subject.gradients(bench.parameters) == [list(slopes) for slopes in FINITE]
-
-    @requires("optimizer objects")
-    def test_an_exception_in_the_body_leaves_no_trace(self) -> None:
-        """Before the first backward: no gradients are pending. In a window: the earlier ones are, at their scale."""
-        amp = self.start()
-        bench, plain = self.bench(amp), self.plain()
-        self._fail(bench)
-        self._is_idle(bench)
-        bench.accumulate(FINITE)
-        self._fail(bench)
-        assert bench.step().applied
-        plain.train_plainly(FINITE)
-        assert bench.values() == plain.values()
-        assert not bench.train(OVERFLOW).applied
-
-    def _fail(self, bench: Bench) -> None:
-        inside = self.subject.casting()
-        with pytest.raises(KeyError, match="body"), bench.amp.scale_loss(bench.loss(), bench.opt):
-            raise KeyError("body")
-        assert self.subject.casting() == inside
-
-    def _is_idle(self, bench: Bench) -> None:
-        bench.receive(self.subject.backward(bench.loss(), bench.parameters))
-        with pytest.raises(ampx.NotScaledError):
-            bench.step()
-        if self.declares("implicit gradients"):
-            self.subject.zero_grad(bench.opt)
 
 
 class LossErrorTests(KitTests):

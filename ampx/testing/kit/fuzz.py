@@ -459,7 +459,7 @@ class Training(RuleBasedStateMachine):
         if scaled and reference.carried.get(loss_id) == factor:
             reference.receive(loss_id, slopes)
         elif not self.implicit and reference.scale.enabled:
-            trainee.bench.pending = None  # true gradients: nobody would step with them
+            trainee.bench.pending = None  # unscaled gradients: nobody would step with them
         else:
             if reference.true is None:
                 reference.extra = total([reference.extra, slopes], 2)
@@ -526,7 +526,7 @@ class Training(RuleBasedStateMachine):
         trainee = self._one(which)
         bench, reference = trainee.bench, trainee.reference
         if trainee.doubtful or not reference.scale.enabled or bench.opt.ampx_member.mixes:
-            return  # of several losses the gradients are true between their backwards
+            return  # of several losses the gradients are unscaled between their backwards
         if reference.norm is not None and (math.isnan(reference.norm) or not elements(reference.true or [])):
             return  # an overflow was clipped, or nothing at all
         factor = next(iter(reference.carried.values()), None)
@@ -544,12 +544,12 @@ class Training(RuleBasedStateMachine):
             self._clear(trainee)
         self._verify()
 
-    # -- true gradients --------------------------------------------------------------------------------
+    # -- unscaled gradients ----------------------------------------------------------------------------
 
     @rule(which=WHICH)
     @precondition(lambda self: self.implicit)
     def unscale(self, which: int) -> None:
-        """Make gradients true between backward and step, perhaps again."""
+        """Unscale gradients between backward and step, perhaps again."""
         self._unscale(self._one(which))
         self._verify()
 

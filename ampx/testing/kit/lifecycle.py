@@ -8,6 +8,7 @@ import pytest
 
 import ampx
 from ampx.backend import CONTRACTS, Device, offer
+from ampx.rooms import is_there
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW
 from ampx.testing.checks import refused
@@ -112,7 +113,7 @@ class CapabilityTests(KitTests):
     def test_what_is_offered_is_there(self) -> None:
         """The class that is named for a contract fulfils it."""
         for name in self.backend.offers:
-            if name != "demo":  # whose data set is not installed everywhere
+            if name != "demo" and is_there(CONTRACTS[name].partition(":")[0]):  # its data set is not always installed
                 assert offer(self.backend, pkgutil.resolve_name(CONTRACTS[name])).backend is self.backend
 
     def test_only_raw_optimizers_are_optimizers(self) -> None:
@@ -148,25 +149,6 @@ class CapabilityTests(KitTests):
                 fallen = self.start(dtype=dtype, level="O1", on_unsupported="warn")
             assert fallen.effective.dtype == device.preferred
         assert not self.declares("casting") or self.subject.dtype in device.native | device.emulated
-
-    @requires("closures")
-    def test_closures_step(self) -> None:
-        """`opt.step(closure)` runs the closure, with the loss scaled inside it, once."""
-        amp = self.start()
-        bench, plain, calls = self.bench(amp), self.plain(), []
-
-        def closure() -> object:
-            calls.append(1)
-            self.subject.zero_grad(bench.opt)
-            loss = bench.loss()
-            with amp.scale_loss(loss, bench.opt) as scaled:
-                self.subject.backward(scaled, bench.parameters)
-            return loss
-
-        self.subject.step_closure(bench.opt, closure)
-        plain.train_plainly(FINITE)
-        assert bench.values() == plain.values()
-        assert len(calls) == 1
 
     @requires("prepare")
     def test_prepare_gives_the_parameters_their_dtype(self) -> None:

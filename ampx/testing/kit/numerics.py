@@ -105,7 +105,7 @@ class NumericsTests(KitTests):
 
 
 class ClippingTests(KitTests):
-    """Clipping works on true gradients."""
+    """Clipping works on unscaled gradients."""
 
     @requires("clipping")
     def test_max_grad_norm_clips_true_gradients(self) -> None:
@@ -118,7 +118,7 @@ class ClippingTests(KitTests):
 
     @requires("clipping")
     def test_gradients_below_the_norm_stay_bit_for_bit(self) -> None:
-        """A bound that is not reached changes nothing, and the norm is told all the same; a skip has none."""
+        """A bound that is not reached changes nothing, and the norm is reported all the same; a skip has none."""
         bench, plain = self.bench(self.start(), max_grad_norm=100.0), self.plain()
         result = bench.train()
         plain.train_plainly(FINITE)
@@ -143,7 +143,7 @@ class ClippingTests(KitTests):
         assert bench.snapshot() == before
 
     def test_without_clipping_no_norm_is_told(self) -> None:
-        """`grad_norm` is None where nobody asked for it."""
+        """`grad_norm` is None where it was not asked for."""
         assert self.bench(self.start()).train().grad_norm is None
 
     @requires("implicit gradients")

@@ -15,7 +15,7 @@ import pytest
 
 import ampx
 from ampx.backend import CastPlan, offer
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
 from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Stats, Watching
 from ampx.testing.base import KitTests, requires
 from ampx.testing.checks import refused
@@ -164,6 +164,38 @@ class WatchTests(PrecisionTests):
         with self.probe.watch(None, Watching()) as watch:
             step(model)
         assert [only(watch.readings(), name).value.elements for name in names] == [len(ROW)] * len(names)
+
+    @requires("probe")
+    def test_models_of_one_class_have_names_of_their_own(self) -> None:
+        """The first that is called has plain names, others begin with their class, and from the second on a number."""
+        if self.subject.models_are_values:
+            pytest.skip(f"models of {self.subject.framework} are values: one of a class is like another")
+        chains = [self.subject.chain(WEIGHTS, ROW) for _ in range(4)]
+        with self.probe.watch(None, Watching()) as watch:
+            for model, step, _ in chains:
+                step(model)
+        readings = [entry for entry in watch.readings() if entry.direction == "forward"]
+        kind = only(readings, "").kind
+        for prefix, (_, _, names) in zip(("", f"{kind}:", f"{kind}#2:", f"{kind}#3:"), chains, strict=True):
+            assert [only(readings, prefix + name).value.elements for name in names] == [len(ROW)] * len(names)
+
+    @requires("probe")
+    def test_a_sample_is_of_the_whole_value_of_a_module(self) -> None:
+        """Of several tensors together there are no more elements than were asked for, at one distance."""
+        import numpy as np
+
+        from ampx.numerics.rounding import sample
+
+        inputs = np.arange(1.0, 8.0, dtype=np.float32)
+        fork = self.subject.fork([float(value) for value in inputs])
+        if fork is None:
+            pytest.skip(f"the harness of {self.subject.framework} has no module that returns several tensors")
+        model, step, name = fork
+        _, readings = self.see((), (), watching=Watching(samples=4), chain=(model, step, [name]))
+        expected = sample(np.concatenate([inputs, 2 * inputs]), 4)
+        np.testing.assert_array_equal(only(readings, name).sample, expected)
+        gradients = sample(np.repeat(np.float32([1.0, 3.0]), len(inputs)), 4)
+        np.testing.assert_array_equal(only(readings, name, "backward").sample, gradients)
 
     @requires("probe")
     def test_operations_and_times_are_read_where_they_are_asked_for(self) -> None:

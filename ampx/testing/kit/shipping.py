@@ -15,7 +15,7 @@ import pytest
 
 import ampx
 from ampx.backend import offer
-from ampx.numerics.formats import FORMATS
+from ampx.formats import FORMATS
 from ampx.policy import Dtype
 from ampx.shipping.converter import Conversion, Converter
 from ampx.testing.base import KitTests, requires

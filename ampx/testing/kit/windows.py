@@ -9,10 +9,8 @@ import pytest
 
 import ampx
 from ampx.testing.base import KitTests, requires
-from ampx.testing.bench import FINITE, NAN, OVERFLOW, TOO_LARGE, multi_backward
+from ampx.testing.bench import FINITE, NAN, OTHER, OVERFLOW, TOO_LARGE, multi_backward
 from ampx.testing.checks import refused
-
-OTHER = ((-1.5, 0.125), (2.0,))
 
 
 class SkipTests(KitTests):
@@ -36,34 +34,6 @@ class SkipTests(KitTests):
             if slopes not in (OVERFLOW, NAN):
                 plain.train_plainly(slopes)
         assert bench.snapshot() == plain.snapshot()
-
-    def test_steps_without_gradients_are_not_counted(self) -> None:
-        """Nothing is applied, the scale's state stays, and the next step is as usual."""
-        amp = self.start(ampx.LossScale(growth_interval=2))
-        bench = self.bench(amp)
-        bench.train()
-        before, saved = bench.snapshot(), bench.saved()
-        if self.declares("explicit gradients"):
-            bench.accumulate()
-            bench.pending = None
-        result = bench.step()
-        assert (result.applied, result.scale, result.next_scale) == (False, 2.0**16, 2.0**16)
-        assert bench.snapshot() == before
-        assert bench.saved() == saved
-        assert bench.train().next_scale == 2.0**17
-
-    @requires("implicit gradients")
-    def test_zero_grad_drops_pending_gradients(self) -> None:
-        """An overflow that was thrown away is neither skipped nor counted."""
-        bench, plain = self.bench(self.start()), self.plain()
-        for unscale in (False, True):
-            bench.accumulate(OVERFLOW)
-            if unscale:
-                ampx.unscale(bench.opt)
-            self.subject.zero_grad(bench.opt)
-            assert bench.train().applied
-            plain.train_plainly(FINITE)
-        assert bench.values() == plain.values()
 
 
 class AccumulationTests(KitTests):
@@ -91,21 +61,6 @@ class AccumulationTests(KitTests):
             assert (result.applied, result.consecutive_skips) == (False, position + 1)
             assert result.next_scale == 2.0 ** (15 - position)
             assert bench.snapshot() == before
-
-    @requires("optimizer objects")
-    def test_the_scale_is_frozen_within_a_window(self) -> None:
-        """A scale loaded in mid-window holds from the next window on; pending gradients keep theirs."""
-        amp = self.start(ampx.LossScale(init_scale=2.0**8))
-        bench, plain = self.bench(amp), self.plain()
-        bench.accumulate(FINITE)
-        state = amp.state_dict()
-        state["groups"][0]["losses"][0]["scale"] = 2.0**4
-        amp.load_state_dict(state)
-        bench.accumulate(OTHER)
-        assert bench.step().scale == 2.0**8
-        plain.train_plainly(FINITE, OTHER)
-        assert bench.values() == plain.values()
-        assert bench.train().scale == 2.0**4
 
 
 class GroupTests(KitTests):
@@ -162,21 +117,6 @@ class GroupTests(KitTests):
         assert (a.scale, b.scale) == (2.0**15, 2.0**17)
         if self.declares("optimizer objects"):
             assert len(amp.state_dict()["groups"]) == 2
-
-    @requires("optimizer objects")
-    def test_one_backward_cannot_add_to_two_pending_scales(self) -> None:
-        """Gradients that carry different scales are not mixed; both windows stay as they were."""
-        amp = self.start()
-        benches = [self.bench(amp, loss_scale=ampx.LossScale(init_scale=scale)) for scale in (8.0, 2.0)]
-        plain = self.plain()
-        for bench in benches:
-            bench.accumulate()
-        with refused(ampx.ProtocolError, passed="carry different loss scales", accepted="share", advice="Step them"):
-            multi_backward(benches, (OTHER, OTHER))
-        plain.train_plainly(FINITE)
-        for bench in benches:
-            assert bench.step().applied
-            assert bench.values() == plain.values()
 
 
 class PerLossTests(KitTests):

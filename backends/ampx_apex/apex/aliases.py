@@ -88,7 +88,7 @@ class _LastFinder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         old = fullname.replace(_OURS, "apex", 1)  # `from apex import part` asks for the part by our own name
-        # Who only looks whether a part is there gets an answer. A part of ours may be hidden for now.
+        # A search for a part gets an answer. A part of ours may be hidden for now.
         if not old.startswith("apex.") or old.removeprefix("apex.") in PARTS or is_search():
             return None
         advice = next((text for name, text in _ADVICE.items() if old.startswith(name)), "")

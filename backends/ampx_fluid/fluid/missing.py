@@ -1,4 +1,4 @@
-"""What a script is told that asks the alias for a name it does not have."""
+"""The error of a script that asks the alias for a name it does not have."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Program:
         return Program(copy, values)
 
     def find(self, value: Any) -> Any:
-        """Return what stands here for a value of the program that this is a clone of; the value itself otherwise."""
+        """Return this clone's counterpart of a value of the original program; the value itself otherwise."""
         return self._values.look_up(value) if self._values is not None and self._values.has(value) else value
 
     def all_parameters(self) -> list[Any]:

@@ -2,7 +2,7 @@
 
 Functions that the script hands to `jax.grad` and `jax.value_and_grad` are cast by `ampx_jax.autocast`. Where losses are
 scaled, the scale is read at run time, multiplied in before the derivative and divided out after it, so that the script
-sees true gradients. Every optax transformation that the script calls skips what is not finite; the state that the
+sees unscaled gradients. Every optax transformation that the script calls skips what is not finite; the state that the
 script carries has the structure that the script expects.
 
 Where the script starts a session by itself, all this ends: wrapped transformations are recorded, and nothing else.
@@ -29,9 +29,9 @@ import numpy as np
 import optax
 
 from ampx.events import ScaleChanged, StepSkipped
+from ampx.formats import stride
 from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.trial import COMPILED
-from ampx.numerics.watching import stride
 from ampx.protocol import Member, ScaleGroup
 from ampx.run import GRADIENT_SAMPLES, Run, SampledGradient
 from ampx.scale_state import is_one

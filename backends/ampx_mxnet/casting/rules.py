@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ampx.backend import CastPlan, map_leaves
-from ampx.numerics.watching import FORCES, Names, last_match, module_dtypes
+from ampx.modules import FORCES, Names, last_match, module_dtypes
 from ampx_mxnet import dtypes
 from ampx_mxnet.calls import calls, named
 from ampx_mxnet.compat import mx

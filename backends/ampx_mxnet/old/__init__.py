@@ -1,1 +1,1 @@
-"""MXNet's own mixed precision by its names: `mxnet.contrib.amp`, its conversions, and gluon's Estimator."""
+"""MXNet's own mixed precision by its names: `mxnet.contrib.amp`, and gluon's Estimator."""

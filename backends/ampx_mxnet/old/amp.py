@@ -21,13 +21,12 @@ from ampx.errors import (
 )
 from ampx.policy import Dtype, normalise_dtype
 from ampx.scaling import ScaleLoss
+from ampx_mxnet import convert
 from ampx_mxnet.casting import running_session
 from ampx_mxnet.casting.oplists import NativeLists
 from ampx_mxnet.compat import amp as _native, mx
 from ampx_mxnet.dtypes import BFLOAT16, DTYPES
 from ampx_mxnet.step import AmpTrainer
-
-from . import convert
 
 __all__ = [
     "convert_bucketing_module",
@@ -149,7 +148,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Any) -> ScaleLoss:
 
 
 def unscale(optimizer_or_trainer: Any) -> None:
-    """Make the gradients true before the step, to clip them; idempotent until the step.
+    """Unscale the gradients before the step, to clip them; idempotent until the step.
 
     Raises:
         NotInitializedError: `init` was not called.

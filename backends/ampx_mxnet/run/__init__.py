@@ -4,7 +4,7 @@ The script is not ours to edit: MXNet is patched, and every patch ends with the 
 
 - `manager`: `gluon.Trainer.__init__`, so that every trainer of the script gets a loss scale;
 - `backward`: the two functions that run backward, so that the loss is scaled;
-- `gradients`: the ways to a gradient, so that the script sees true gradients only;
+- `gradients`: the ways to a gradient, so that the script sees unscaled gradients only;
 - `operations`: the call of blocks, to tell what ran in which dtype.
 
 `ampx_mxnet.amp` stands in for MXNet's own amp meanwhile: a script that uses that runs on ampx.
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from ampx.rooms import import_part, is_there
 from ampx.run import Automation, Run
-from ampx_mxnet import amp
 
 from .backward import backward_scaled
 from .gradients import gradients_true
@@ -32,8 +32,10 @@ def automate(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         for patched in (trainers_managed, backward_scaled, gradients_true, blocks_watched):
             stack.enter_context(patched(manager))
-        amp.install()
-        stack.callback(amp.uninstall)
+        if is_there("ampx_mxnet.old"):
+            amp = import_part("ampx_mxnet.amp", "ampx run")
+            amp.install()
+            stack.callback(amp.uninstall)
         stack.callback(manager.end)  # first of all: casting puts back what it found, which is patched here
         yield
 

@@ -75,7 +75,8 @@ def _attaching(manager: TrainerManager, native: Any) -> Any:
     @functools.wraps(native)
     def attach(arrays: Any, *args: Any, **kwargs: Any) -> Any:
         if in_backward():
-            manager.handed.arrays = [*manager.handed.arrays, *_listed(arrays)]
+            inside = manager.attached_inside
+            inside.arrays = [*inside.arrays, *_listed(arrays)]
         elif asked_by_script(_OWN, _THROUGH):
             manager.attached = True
         return native(arrays, *args, **kwargs)
@@ -88,11 +89,12 @@ def _differentiating(manager: TrainerManager) -> Callable[..., Any]:
 
     @functools.wraps(native)
     def differentiate(heads: Any, *args: Any, **kwargs: Any) -> Any:
-        factor = manager.handed.factor
-        if factor == 1.0:
+        if not manager.shows:
             return native(heads, *args, **kwargs)
         # In a backward of the script's own: others that run within get gradients that carry the scale, as everywhere.
-        return _divided(native(manager.scaled(heads, factor), *args, **kwargs), factor)
+        with manager.script_code.switched(False):
+            result = native(manager.scaled(heads, manager.factor), *args, **kwargs)
+        return _times_each(result, 1.0 / manager.factor)
 
     return differentiate
 
@@ -107,34 +109,31 @@ def _calling(manager: TrainerManager) -> Callable[..., Any]:
         if mx.autograd.is_recording() and is_script_function(type(self).backward):
             manager.waits = True
             function = weakref.ref(self)  # in a circle, it would keep its arrays for long
-            self.backward = lambda *gradients: _on_true_gradients(manager, type(self).backward, function(), gradients)
+            self.backward = lambda *gradients: _on_unscaled(manager, type(self).backward, function(), gradients)
         return native(self, *inputs)
 
     return call
 
 
-def _on_true_gradients(manager: TrainerManager, backward: Any, function: Any, gradients: Sequence[Any]) -> Any:
-    """Run what may not be linear in gradients with true ones, and multiply what it gives back."""
-    factor = _factor_for(manager, backward, gradients)
-    if factor == 1.0:
-        return backward(function, *gradients)
-    with switch.Region(None):
-        true = _divided(gradients, factor)
-    with manager.handing_out(factor):
-        result = backward(function, *true)
-    with switch.Region(None):
-        return [_times(gradient, factor) for gradient in _listed(result)]
+def _on_unscaled(manager: TrainerManager, backward: Any, function: Any, gradients: Sequence[Any]) -> Any:
+    """Run a backward of the script's on unscaled gradients, and scale what it returns."""
+    run = functools.partial(backward, function)
+    if _stay_scaled(manager, backward, gradients):
+        return run(*gradients)
+    return manager.call_unscaled(run, gradients, _divided, _multiplied)
 
 
-def _factor_for(manager: TrainerManager, backward: Any, gradients: Sequence[Any]) -> float:
-    """Return the scale to take off gradients; 1 where they stay as they are."""
-    if manager.factor != 1.0 and any(name_of(gradient.dtype) == "float16" for gradient in gradients):
+def _stay_scaled(manager: TrainerManager, backward: Any, gradients: Sequence[Any]) -> bool:
+    """Return whether gradients stay as they are: nothing scales them, or they are float16, which is noted."""
+    if manager.factor == 1.0:
+        return True
+    if any(name_of(gradient.dtype) == "float16" for gradient in gradients):
         # Divided, they would underflow; in float32, MXNet's operators would refuse them beside arrays of float16.
         code = backward.__code__
         place = f"{PurePath(code.co_filename).name}:{code.co_firstlineno}"
         manager.run.recorder.note_scaled(f"{backward.__qualname__}, in float16 ({place})")
-        return 1.0
-    return manager.factor
+        return True
+    return False
 
 
 def _registering(manager: TrainerManager) -> Callable[..., Any]:
@@ -165,30 +164,43 @@ def _run_operator(
     """Run an operator's backward with unscaled gradients; scale what it writes, into arrays of its own."""
     operator: Any = reference()
     backward = type(operator).backward
-    factor = _factor_for(manager, backward, out_grad)
-    if factor == 1.0:
+    if _stay_scaled(manager, backward, out_grad):
         backward(operator, req=req, out_grad=out_grad, in_grad=in_grad, **arrays)
         return
+
+    def write(*gradients: Any) -> list[Any]:
+        with switch.Region(None):
+            slots = [mx.nd.zeros_like(array) for array in in_grad]
+        once = ["null" if kind == "null" else "write" for kind in req]
+        backward(operator, req=once, out_grad=list(gradients), in_grad=slots, **arrays)
+        return slots
+
+    scaled = manager.call_unscaled(write, out_grad, _divided, _multiplied)
     with switch.Region(None):
-        true, slots = _divided(out_grad, factor), [mx.nd.zeros_like(array) for array in in_grad]
-    once = ["null" if kind == "null" else "write" for kind in req]
-    with manager.handing_out(factor):
-        backward(operator, req=once, out_grad=true, in_grad=slots, **arrays)
-    with switch.Region(None):
-        for array, kind, slot in zip(in_grad, req, slots, strict=True):
-            mx.operator.CustomOp.assign(operator, array, kind, _times(slot, factor))
+        for array, kind, gradient in zip(in_grad, req, scaled, strict=True):
+            mx.operator.CustomOp.assign(operator, array, kind, gradient)
 
 
 def _listed(arrays: Any) -> list[Any]:
     return list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
 
 
-def _divided(arrays: Any, factor: float) -> Any:
+def _divided(gradient: Any, factor: float) -> Any:
+    with switch.Region(None):
+        return _times_each(gradient, 1.0 / factor)
+
+
+def _multiplied(result: Any, factor: float, _: Sequence[Any]) -> list[Any]:
+    with switch.Region(None):
+        return [_times(gradient, factor) for gradient in _listed(result)]
+
+
+def _times_each(arrays: Any, factor: float) -> Any:
     if isinstance(arrays, (list, tuple)):
-        return [_divided(array, factor) for array in arrays]
+        return [_times_each(array, factor) for array in arrays]
     # Of what an operator does not ask for, MXNet hands it an array without a shape: a classic one has no scalars.
     has_shape = arrays.shape is not None and (arrays.shape or isinstance(arrays, mx.np.ndarray))
-    return _times(arrays, 1.0 / factor) if has_shape else arrays
+    return _times(arrays, factor) if has_shape else arrays
 
 
 def _times(array: Any, factor: float) -> Any:

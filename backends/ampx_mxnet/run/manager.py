@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
 from ampx_mxnet import gradients
 from ampx_mxnet.calls import in_backward
 from ampx_mxnet.compat import mx
@@ -19,15 +19,9 @@ from ampx_mxnet.step import AmpTrainer
 from ampx_mxnet.wrapping import is_on_cpu
 
 
-class _Handed(threading.local):
-    """What a thread of MXNet has handed to code of the script.
+class _Attached(threading.local):
+    """What code of the script attached gradients to, inside a backward that runs in this thread of MXNet."""
 
-    Attributes:
-        factor: The loss scale that gradients were divided by for it; 1 where none were.
-        arrays: What this code attached gradients to.
-    """
-
-    factor = 1.0
     arrays: Sequence[Any] = ()
 
 
@@ -46,15 +40,13 @@ class TrainerManager(Manager[Managed]):
         kept: The script has got gradients, whose arrays it may have kept: every backward writes to the same.
         waits: There are backwards of the script's own, which MXNet runs in threads: each is waited for.
         own_gradient: An operator that was recorded and makes its own gradient; "" for none.
-        factor: The loss scale that gradients carry which this backward hands out; 1 outside of one.
-        handed: What a thread of MXNet has handed to code of the script.
+        attached_inside: What code of the script attached gradients to, inside a backward.
     """
 
     def __init__(self, run: Run) -> None:
         self.attached = self.multiplied = self.kept = self.waits = False
         self.own_gradient = ""
-        self.factor = 1.0
-        self.handed = _Handed()
+        self.attached_inside = _Attached()
         self._waiting = False
         self._trainers: list[ManagedTrainer] = []
         self._owned: set[int] = set()
@@ -68,7 +60,7 @@ class TrainerManager(Manager[Managed]):
             return
         # Where the machine has a GPU, and the script does without.
         on_cpu = self.run.amp is None and self.run.settings.device == "auto" and is_on_cpu(trainer)
-        self.run.session(**{"device": "cpu"} if on_cpu else {})
+        self.begin(**{"device": "cpu"} if on_cpu else {})
         self._places[trainer] = script_line()
         self.remember(trainer)
         self._waiting = True
@@ -117,13 +109,13 @@ class TrainerManager(Manager[Managed]):
             )
 
     def look(self, owns: Any, array: Any = None) -> None:
-        """Make gradients true where the script looks at one, of this array or of a trainer that `owns` says yes to."""
+        """Unscale gradients where the script looks at one, of this array or of a trainer that `owns` says yes to."""
         if self.quiet or self.stood_down:
             return
         if not in_backward():
             self.kept = True
             self.reveal(owns)
-        elif self.handed.factor != 1.0 and not any(array is attached for attached in self.handed.arrays):
+        elif self.shows and not any(array is attached for attached in self.attached_inside.arrays):
             self.run.refuse(
                 "the script reads a gradient while a backward runs, which carries the loss scale; accepted: those of "
                 "arrays that this backward has attached gradients to, reading them after backward, or --dtype "
@@ -148,26 +140,35 @@ class TrainerManager(Manager[Managed]):
             return [scale_loss(head, factor) for head in heads]
         return scale_loss(heads, factor)
 
-    @contextmanager
-    def handing_out(self, factor: float) -> Iterator[None]:
-        """Note that code of the script runs in a backward, and gets gradients that were divided by this."""
-        self.handed.factor, self.handed.arrays = factor, []
+    def call_unscaled(self, function: Callable[..., Any], gradients: Sequence[Any], *change: Any) -> Any:
+        """Call code of the script as every manager does, and forget what it attached gradients to."""
         try:
-            yield
+            return super().call_unscaled(function, gradients, *change)
         finally:
-            self.handed.factor, self.handed.arrays = 1.0, []
+            self.attached_inside.arrays = []
 
     def run_inner(self, heads: Any, true: Callable[[Any], None]) -> None:
         """Run a backward inside of a backward: parameters get gradients that carry the scale of the outer one."""
-        factor, arrays = self.handed.factor, self.handed.arrays
-        if factor == 1.0:
+        if not self.shows:
             true(heads)
             return
+        factor = self.factor
         with self.working():
-            held = [gradient for array in arrays if (gradient := array.grad) is not None]
+            held = [gradient for array in self.attached_inside.arrays if (gradient := array.grad) is not None]
         _multiply(held, factor)
-        true(self.scaled(heads, factor))
+        with self.script_code.switched(False):
+            true(self.scaled(heads, factor))
         _multiply(held, 1.0 / factor)
+
+    def check_backward(self, factor: float) -> None:
+        """Refuse gradients that a loss scale would be left in, or would not reach."""
+        if self.multiplied and self.attached:
+            self.refuse_unowned()
+        if factor != 1 and self.own_gradient:
+            self.run.refuse(
+                f"the script uses {self.own_gradient}, which makes its own gradient, and no loss scale reaches it; "
+                f"accepted: losses of mxnet.gluon.loss, or --dtype bfloat16, which needs no loss scale"
+            )
 
     def owns(self, parameter: Any) -> bool:
         """Return whether a managed trainer holds a parameter."""
@@ -181,16 +182,13 @@ class TrainerManager(Manager[Managed]):
         )
 
     def step(self, trainer: ManagedTrainer, call: Any) -> None:
-        """Run a step of the script's, and note whether it counted."""
-        group = trainer.ampx_member.group
-        before = group.steps
-        with self.run.recorder.phase("step"), self.working():
+        """Run a step of the script's."""
+
+        def step() -> None:
             trainer.ampx_hide()
             call()
-        if group.steps != before:
-            if self.run.recorder.takes_gradients is not None:
-                self.run.recorder.takes_gradients(sample(trainer))
-            self.run.recorder.stepped(group.index)
+
+        self.take_step(trainer, step, lambda: sample(trainer, GRADIENT_SAMPLES))
 
 
 class ManagedTrainer(AmpTrainer):

@@ -4,7 +4,7 @@ The script is not ours to edit: Paddle is patched, and every patch ends with the
 
 - `manager`: the constructors of optimizers, so that every optimizer of the script gets a loss scale;
 - `backward`: the two functions that run backward, so that the loss is scaled;
-- `gradients`: the ways to a tensor's gradient and hooks on gradients, so that the script sees true gradients only;
+- `gradients`: the ways to a tensor's gradient and hooks on gradients, so that the script sees unscaled gradients only;
 - `numbers`: the ways from a tensor to NumPy, so that the script reads numbers of bfloat16 and no bits;
 - `native`: Paddle's own `auto_cast`, `GradScaler` and `decorate`, which are refused;
 - `static`: programs of static graphs, which are cast and scaled by `minimize`;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -54,7 +55,7 @@ def _looking(manager: PaddleManager, name: str) -> Any:
 def _look(manager: PaddleManager, tensor: Any) -> Any:
     if not manager.multiplied or manager.quiet or manager.stood_down or tensor._grad_ivar() is None:
         return tensor
-    if manager.in_backward:  # recompute looks whether there is one
+    if manager.inside:  # recompute looks whether there is one
         if asked_by_script(OWN, THROUGH):
             manager.run.refuse(
                 "the script reads a tensor's gradient while a backward runs, which adds gradients that carry the loss "
@@ -84,51 +85,49 @@ def _registering(manager: PaddleManager) -> Callable[..., Any]:
         if not asked_by_script(OWN, THROUGH):
             return native(self, hook)
         manager.hooked = True
-        return native(self, lambda gradient: _on_true_gradients(manager, hook, [gradient]))
+        return native(self, lambda gradient: manager.call_unscaled(hook, [gradient], _divided, _multiplied))
 
     return register
 
 
 def _running(manager: PaddleManager, native: Callable[..., Any]) -> Callable[..., Any]:
     def backward(self: Any, *gradients: Any) -> Any:
-        if manager.factor == 1.0 or not is_script_function(self._forward_cls.backward):
+        if not is_script_function(self._forward_cls.backward):
             return native(self, *gradients)
-        return _on_true_gradients(manager, lambda *true: native(self, *true), gradients)
+        return manager.call_unscaled(functools.partial(native, self), gradients, _divided, _multiplied)
 
     return backward
 
 
-def _on_true_gradients(manager: PaddleManager, function: Callable[..., Any], gradients: Sequence[Any]) -> Any:
-    """Call what may not be linear in gradients with true ones in float32, and multiply what it gives back."""
-    factor = manager.factor
-    if factor == 1.0:
-        return function(*gradients)
-    true = [_each(gradient, lambda tensor: _divided(tensor, factor)) for gradient in gradients]
+@paddle.no_grad()
+def _divided(gradient: Any, factor: float) -> Any:
+    """Return a gradient unscaled, in float32 where it was in low precision."""
+
+    def divide(tensor: Any) -> Any:
+        wide = tensor.astype("float32") if tensor.dtype in casting.LOW else tensor
+        unscaled = wide / factor if tensor.is_dense() else paddle.scale(wide, 1.0 / factor)
+        unscaled.stop_gradient = tensor.stop_gradient
+        return unscaled
+
+    return _each(gradient, divide)
+
+
+@paddle.no_grad()
+def _multiplied(result: Any, factor: float, gradients: Sequence[Any]) -> Any:
+    """Return the product, in the low precision that the gradients had, where they had one."""
     low = [gradient.dtype for gradient in gradients if gradient is not None and gradient.dtype in casting.LOW]
-    with manager.in_region(1.0, handed_out=factor):
-        result = function(*true)
-    return _each(result, lambda tensor: _multiplied(tensor, factor, low))
+
+    def multiply(tensor: Any) -> Any:
+        scaled = paddle.scale(tensor, factor)
+        return scaled.astype(low[0]) if low and scaled.dtype == paddle.float32 else scaled
+
+    return _each(result, multiply)
 
 
 def _each(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_each(part, change) for part in tree)
     return change(tree) if isinstance(tree, paddle.Tensor) else tree
-
-
-@paddle.no_grad()
-def _divided(gradient: Any, factor: float) -> Any:
-    wide = gradient.astype("float32") if gradient.dtype in casting.LOW else gradient
-    true = wide / factor if gradient.is_dense() else paddle.scale(wide, 1.0 / factor)
-    true.stop_gradient = gradient.stop_gradient
-    return true
-
-
-@paddle.no_grad()
-def _multiplied(result: Any, factor: float, low: Sequence[Any]) -> Any:
-    """Return the product, in the low precision that the gradients had, where they had one."""
-    scaled = paddle.scale(result, factor)
-    return scaled.astype(low[0]) if low and scaled.dtype == paddle.float32 else scaled
 
 
 # -- gradients in programs ---------------------------------------------------------------------------------------------

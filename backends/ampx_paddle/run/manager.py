@@ -11,7 +11,7 @@ from unittest import mock
 import paddle
 
 from ampx.protocol import ScaleGroup
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
 from ampx_paddle.gradients import collect, gradient_of, parameters, sample
 from ampx_paddle.sot import untranslated
 from ampx_paddle.static import GraphLedger, StaticOptimizer
@@ -41,9 +41,6 @@ class PaddleManager(Manager[PaddleManaged]):
 
     Attributes:
         multiplied: Some backward was multiplied by a loss scale.
-        in_backward: A backward of the script runs.
-        factor: The loss scale that gradients carry which this backward hands out; 1 outside of one.
-        handed_out: The one that they were divided by for code of the script, which runs now; 1 outside of it.
         hooked: The script has hooks on gradients.
         compiled_backward: A backward of the script's own became part of a program.
         prints: What prints gradients of programs and operators, each once.
@@ -51,8 +48,7 @@ class PaddleManager(Manager[PaddleManaged]):
     """
 
     def __init__(self, run: Run) -> None:
-        self.multiplied = self.in_backward = self.hooked = self.compiled_backward = self.decorated = False
-        self.factor = self.handed_out = 1.0
+        self.multiplied = self.hooked = self.compiled_backward = self.decorated = False
         self.prints: dict[str, None] = {}
         self._owners: dict[int, PaddleManaged] = {}
         self._runs = 0
@@ -68,10 +64,8 @@ class PaddleManager(Manager[PaddleManaged]):
         """Take over an optimizer that the script has just made; casting starts with the first."""
         if isinstance(raw, (AmpOptimizer, StaticOptimizer)) or self.stood_down:
             return
-        if self.run.amp is None:
-            # In a static graph nothing is cast by region: the program is, as a whole, once it is built.
-            self.run.session(process_wide=paddle.in_dynamic_mode())
-            self.sampler.start()
+        # In a static graph nothing is cast by region: the program is, as a whole, once it is built.
+        self.begin(process_wide=paddle.in_dynamic_mode())
         managed = PaddleManaged(raw, script_line())
         for name in _SHADOWED:
             # Native defect: Paddle's bytecode translator fails at bound methods that are attributes of an object.
@@ -163,20 +157,12 @@ class PaddleManager(Manager[PaddleManaged]):
     def _step(self, managed: PaddleManaged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wrapped = managed.wrapped
         if args and callable(args[0]):
-            args = (self._seen_through(managed, args[0]), *args[1:])
+            closure = self.seen_through(args[0], lambda: self._note_true(managed), managed)
+            args = (closure, *args[1:])
         else:
             self._note_true(managed, applies_zeros=True)
-        group = wrapped.ampx_member.group
-        before = group.steps
-        with self.run.recorder.phase("step"), self.working(managed):
-            result = getattr(wrapped, name)(*args, **kwargs)
-        if group.steps != before:
-            if self.run.recorder.takes_gradients is not None:
-                with self.working(managed):
-                    self.run.recorder.takes_gradients(sample(managed.raw))
-            self.run.recorder.stepped(managed.group)
-            self.sampler.after_step()
-        return result
+        step = functools.partial(getattr(wrapped, name), *args, **kwargs)
+        return self.take_step(wrapped, step, lambda: sample(managed.raw, GRADIENT_SAMPLES), managed)
 
     def _note_true(self, managed: PaddleManaged, applies_zeros: bool = False) -> None:
         """Note gradients that did not come through a scaled backward; zeros may be applied, as the script would."""
@@ -184,32 +170,7 @@ class PaddleManager(Manager[PaddleManaged]):
         if member.stage == "idle" and ((applies_zeros and not managed.zero) or collect(managed.raw)):
             member.note_scaled(1.0)
 
-    def _seen_through(self, managed: PaddleManaged, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure as the script would call it."""
-
-        def evaluate() -> Any:
-            before = managed.busy, self.quiet
-            managed.busy = self.quiet = False
-            try:
-                loss = closure()
-                self._note_true(managed)
-                return loss
-            finally:
-                managed.busy, self.quiet = before
-
-        return evaluate
-
     # -- gradients -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def in_region(self, factor: float, handed_out: float = 1.0) -> Iterator[None]:
-        """Note that a backward runs in which gradients carry this loss scale, or code of the script in it."""
-        before = self.in_backward, self.factor, self.handed_out
-        self.in_backward, self.factor, self.handed_out = True, factor, handed_out
-        try:
-            yield
-        finally:
-            self.in_backward, self.factor, self.handed_out = before
 
     def check_programs(self) -> None:
         """Refuse backwards of the script's own in programs whose loss is scaled; name what prints their gradients."""

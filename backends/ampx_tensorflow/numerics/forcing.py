@@ -10,18 +10,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import keras
 import tensorflow as tf
 
 from ampx.errors import UnsupportedDtypeError
-from ampx.numerics.watching import check_patterns, last_match
+from ampx.modules import check_patterns, inherited, last_match, unmatched
 from ampx.policy import Dtype
 from ampx_tensorflow import casting, devices, products, retracing
-
-from .names import Call, Modules
+from ampx_tensorflow.names import Call, Modules
 
 # Dtypes to which values are rounded.
 SIMULATED: Final = {
@@ -140,8 +138,7 @@ class Forcing:
 
     def unmatched(self) -> list[str]:
         """List the patterns that matched no module so far."""
-        names = self.modules.names
-        return [pattern for pattern in self._dtypes if not any(fnmatchcase(name, pattern) for name in names)]
+        return unmatched(self._dtypes, list(self.modules.names))
 
     @property
     def is_low(self) -> bool:
@@ -151,23 +148,7 @@ class Forcing:
 
 def find_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
     """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
-    own, outer = last_match(name, dtypes), _outer(name)
-    return own if own is not None or outer is None else find_dtype(dtypes, outer)
-
-
-def inherited(dtypes: Mapping[str, str], name: str) -> str | None:
-    """Return the dtype of a name: its own, or that of the innermost name around it that has one."""
-    own, outer = dtypes.get(name), _outer(name)
-    return own if own is not None or outer is None else inherited(dtypes, outer)
-
-
-def _outer(name: str) -> str | None:
-    """Return the name of the module around another; None for the outermost."""
-    if "." in name:
-        return name.rpartition(".")[0]
-    root = name.rpartition(":")
-    outer = root[0] + root[1]
-    return None if name == outer else outer
+    return inherited(name, lambda own: last_match(own, dtypes))
 
 
 def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:
@@ -220,7 +201,7 @@ def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[Forcing]:
     check_dtypes(dtypes)
     modules = Modules(model)
     if model is not None:
-        check_patterns("force", dtypes, modules.names)
+        check_patterns("force", dtypes, list(modules.names))
     forcing = Forcing(modules, dtypes)
     with ExitStack() as stack:
         stack.callback(forcing.policies.restore)

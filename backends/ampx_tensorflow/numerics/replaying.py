@@ -21,11 +21,12 @@ from ampx.errors import DetachedLossError, LossDtypeError, LossShapeError
 from ampx.numerics.probe import Replayed, Step
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
+from ampx.numerics.watching import read_stats
 from ampx_tensorflow import casting, gradients, products, retracing
+from ampx_tensorflow.names import parameters, walk
 
 from . import stats
 from .forcing import Policies, is_forced
-from .names import parameters, walk
 from .watching import uncompiled
 
 # What a program that has seeded nothing draws from: the same in every replay.
@@ -66,7 +67,7 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float, autocast
         reduced = [
             stats.reduce(stats.floating(tf.convert_to_tensor(variable)), _watched(plan)) for _, variable in named
         ]
-        described = {name: entry for (name, _), entry in zip(named, stats.read(reduced), strict=True)}
+        described = {name: entry for (name, _), entry in zip(named, read_stats(reduced, stats.read), strict=True)}
         return Replayed(float(tf.cast(loss, tf.float32)), true, described)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from ampx.numerics.formats import FORMATS
-from ampx.numerics.probe import Stats
+from ampx.formats import FORMATS
+from ampx.numerics.watching import Reduced
 
 _INFINITY: Final = 0x7F800000  # magnitudes of float32, as integers, are in the order of the numbers
 _LARGEST: Final = 0x7FFFFFFF
@@ -55,7 +55,7 @@ def floating(tree: Any) -> list[Any]:
     return leaves
 
 
-def reduce(tensors: Sequence[Any], dtype: str) -> list[Any]:
+def reduce(tensors: Sequence[Any], dtype: str) -> list[Reduced]:
     """Reduce tensors to one tensor of counts and bounds each, for `read`.
 
     Args:
@@ -63,49 +63,37 @@ def reduce(tensors: Sequence[Any], dtype: str) -> list[Any]:
         dtype: The dtype that is watched.
     """
     with unwatched(), record.stop_recording():
-        return [_reduction(tensor.dtype, dtype)(tensor) for tensor in tensors]
+        return [(elements(tensor), _reduction(tensor.dtype, dtype)(tensor)) for tensor in tensors]
 
 
-def sample(tensors: Sequence[Any], samples: int) -> Any:
-    """Return at most so many elements as float32, spread over all tensors; on the device."""
+def elements(tensor: Any) -> int:
+    """Return how many elements an eager tensor has."""
+    return int(tensor.shape.num_elements())
+
+
+def flat(tensor: Any) -> Any:
+    """Return the elements of a tensor in float32, on its device."""
     with unwatched(), record.stop_recording():
-        flat = [tf.cast(tf.reshape(tensor, [-1]), tf.float32) for tensor in tensors]
-        joined = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
-        return joined[:: max(1, math.ceil(int(joined.shape[0]) / samples))]
+        return tf.cast(tf.reshape(tensor, [-1]), tf.float32)
 
 
-def read(reduced: Sequence[Sequence[Any]]) -> list[Stats]:
-    """Return the numbers of every group of reduced tensors. Sync: one a device."""
-    places: dict[str, list[tuple[int, Any]]] = {}
-    for index, group in enumerate(reduced):
-        for tensor in group:
-            places.setdefault(tensor.device, []).append((index, tensor))
-    rows: list[list[Any]] = [[] for _ in reduced]
+def read(vectors: Sequence[Any]) -> list[list[float]]:
+    """Bring reduced tensors to the host, as the numbers of `NUMBERS`. Sync: one a device."""
+    places: dict[str, list[int]] = {}
+    for index, tensor in enumerate(vectors):
+        places.setdefault(tensor.device, []).append(index)
+    rows: dict[int, list[float]] = {}
     with unwatched(), record.stop_recording():
-        for entries in places.values():
-            for (index, _), row in zip(entries, tf.stack([tensor for _, tensor in entries]).numpy(), strict=True):
-                rows[index].append(row)
-    return [_join(group) for group in rows]
+        for indices in places.values():
+            table = tf.stack([vectors[index] for index in indices]).numpy().tolist()
+            rows.update(zip(indices, map(_numbers, table), strict=True))
+    return [rows[index] for index in range(len(vectors))]
 
 
-def _join(rows: list[Any]) -> Stats:
-    if not rows:
-        return Stats()
-    table = np.stack(rows)
-    elements, nonfinite, nan, zeros, flushed, overflowed = (int(total) for total in table[:, :6].sum(0))
-    finite, nonzero = nonfinite < elements, nonfinite + zeros < elements
-    lowest = int(table[:, 8].min())
-    return Stats(
-        elements=elements,
-        nonfinite=nonfinite,
-        nan=nan,
-        zeros=zeros,
-        largest=_number(int(table[:, 6].max())) if finite else 0.0,
-        smallest=_number(int(table[:, 7].min())) if nonzero else 0.0,
-        lowest=math.copysign(_number(abs(lowest)), lowest) if finite else 0.0,
-        flushed=flushed,
-        overflowed=overflowed,
-    )
+def _numbers(row: list[int]) -> list[float]:
+    nonfinite, nan, zeros, flushed, overflowed, largest, smallest, lowest = row
+    bounds = [math.inf if bits == _LARGEST else math.copysign(_number(abs(bits)), bits) for bits in (smallest, lowest)]
+    return [nonfinite, nan, zeros, _number(max(largest, 0)), *bounds, flushed, overflowed]
 
 
 def _number(bits: int) -> float:
@@ -122,10 +110,7 @@ def _thresholds(dtype: str) -> tuple[int, int]:
     form = FORMATS[dtype]
     if dtype == "float32":
         return 0, _INFINITY - 1
-    half_step = 2.0 ** (math.frexp(form.largest)[1] - form.bits - 1)
-    beyond = _bits(form.largest + half_step)  # as near to the largest number as to what would come next
-    # Ties go to the even number: up where the last bit of the largest is 1, as where there are infinities.
-    return _bits(form.smallest / 2), beyond - 1 if form.infinite else beyond
+    return _bits(form.flushes_to), _bits(form.overflows_from) - 1
 
 
 @functools.cache
@@ -147,7 +132,6 @@ def _reduction(dtype: tf.DType, watched: str) -> Any:
             return tf.reduce_sum(tf.cast(condition, tf.int64))
 
         ones = [
-            tf.size(bits, tf.int64),
             count(~finite),
             count(magnitude > _INFINITY),
             count(~nonzero),

@@ -11,10 +11,9 @@ import functools
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
@@ -24,46 +23,15 @@ from tensorflow.python.eager import backprop, record
 from tensorflow.python.framework import op_callbacks
 
 from ampx.callers import script_line
+from ampx.modules import check_patterns
 from ampx.numerics.probe import Direction, Reading, Watching
-from ampx.numerics.watching import check_patterns
+from ampx.numerics.watching import Entry, GradientLog, Log
+from ampx_tensorflow.names import Call, Modules
 
 from . import stats
-from .names import Call, Modules
 
 # Operations of the runtime, and those that bring a batch from a pipeline: what is in it was not computed there.
 _BRINGS: Final = ("__", "Iterator", "Optional")
-
-
-@dataclass
-class _Seen:
-    """One reading to be: what was reduced stays on the device.
-
-    Attributes:
-        module: Name of the module.
-        kind: Its class.
-        operation: As `Reading`.
-        direction: As `Reading`.
-        call: As `Reading`.
-        dtype: Of the first tensor.
-        values: By position among the outputs, what they were reduced to.
-        inputs: What the inputs were reduced to.
-        samples: Positions as above, with the tensors that a sample is taken of.
-        seconds: As `Reading`.
-        place: As `Reading`.
-    """
-
-    module: str
-    kind: str
-    operation: str
-    direction: Direction
-    call: int
-    dtype: str
-    values: dict[int, Any] = field(default_factory=dict)
-    inputs: Sequence[Any] = ()
-    samples: Any = None
-    gradients: dict[int, Any] = field(default_factory=dict)
-    seconds: float | None = None
-    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,50 +63,29 @@ class TensorFlowWatch:
     def __init__(self, modules: Modules, watching: Watching) -> None:
         self.modules: Final = modules
         self.watching: Final = watching
-        self._seen: list[_Seen] = []
-        self._calls: Counter[tuple[str, str, Direction]] = Counter()
+        self._log = Log(watching, stats.read, lambda samples: [sample.numpy() for sample in samples])
         self._place = _Place()
         self._origins: dict[tuple[str, int, Any], list[_Origin]] = {}
 
     def readings(self) -> list[Reading]:
         """Return what was seen so far, in order of execution. Sync: one a device."""
-        seen = list(self._seen)
-        values = stats.read([list(entry.values.values()) for entry in seen])
-        inputs = stats.read([entry.inputs for entry in seen])
-        return [
-            Reading(
-                module=entry.module,
-                kind=entry.kind,
-                operation=entry.operation,
-                direction=entry.direction,
-                call=entry.call,
-                dtype=entry.dtype,
-                value=value,
-                inputs=received,
-                sample=self._sample(entry),
-                seconds=entry.seconds,
-                place=entry.place,
-            )
-            for entry, value, received in zip(seen, values, inputs, strict=True)
-        ]
+        return self._log.readings()
 
-    def _sample(self, entry: _Seen) -> Any:
-        if not self.watching.samples:
-            return None
-        if entry.samples is None:
-            tensors = [entry.gradients[position] for position in sorted(entry.gradients)]
-            entry.samples = stats.sample(tensors, self.watching.samples)
-        return entry.samples.numpy()
-
-    def _note(self, call: Call | None, operation: str, direction: Direction, tensors: Sequence[Any]) -> _Seen:
+    def _note(self, call: Call | None, operation: str, direction: Direction, tensors: Sequence[Any]) -> Entry:
         name, kind = (call.name, call.kind) if call else ("", "")
-        key = name, operation, direction
-        entry = _Seen(name, kind, operation, direction, self._calls[key], tensors[0].dtype.name)
-        self._calls[key] += 1
-        if self.watching.samples and (direction == "forward" or operation):
-            entry.samples = stats.sample(tensors, self.watching.samples)
-        self._seen.append(entry)
+        entry = self._log.add(name, kind, operation, direction, [stats.elements(tensor) for tensor in tensors])
+        for place, tensor in enumerate(tensors):
+            self._take(entry, place, tensor)
         return entry
+
+    def _take(self, entry: Entry, place: int, tensor: Any) -> None:
+        """Reduce the tensor at a place of a value, and keep what belongs to its sample."""
+        entry.dtype = entry.dtype or tensor.dtype.name
+        entry.value += stats.reduce([tensor], self.watching.dtype)
+        if entry.sampled:
+            sample = entry.chosen(place, stats.flat(tensor), stats.elements(tensor))
+            if sample is not None:
+                entry.samples[place] = sample
 
     # -- modules -----------------------------------------------------------------------------------
 
@@ -155,7 +102,6 @@ class TensorFlowWatch:
             return output
         entry = self._note(call, "", "forward", tensors)
         entry.inputs, entry.seconds = received, seconds
-        entry.values = dict(enumerate(stats.reduce(tensors, self.watching.dtype)))
         return self._tapped(call, output)
 
     def _now(self) -> float:
@@ -167,19 +113,19 @@ class TensorFlowWatch:
 
     def _tapped(self, call: Call, output: Any) -> Any:
         """Return an output whose gradients are seen: the same values, under other names."""
-        gradients: list[_Seen] = []  # one for each time that a backward pass comes by
-        positions = iter(range(len(tf.nest.flatten(output))))
+        tapped = [leaf for leaf in tf.nest.flatten(output) if _is_tapped(leaf)]
+        gradients = GradientLog(self._log, call.name, call.kind, sizes=[stats.elements(leaf) for leaf in tapped])
+        places = iter(range(len(tapped)))
 
         def tap(leaf: Any) -> Any:
-            position = next(positions)
-            watched = isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
-            if not watched or not record.should_record_backprop([leaf]):
+            if not _is_tapped(leaf):
                 return leaf
+            place = next(places)
 
             @tf.custom_gradient
             def identity(value: Any) -> Any:
                 def backward(upstream: Any) -> Any:
-                    self._note_gradient(call, gradients, position, upstream)
+                    self._note_gradient(call, gradients, place, upstream)
                     return upstream
 
                 return tf.identity(value), backward
@@ -191,17 +137,11 @@ class TensorFlowWatch:
 
         return tf.nest.map_structure(tap, output)
 
-    def _note_gradient(self, call: Call, gradients: list[_Seen], position: int, upstream: Any) -> None:
+    def _note_gradient(self, call: Call, gradients: GradientLog, place: int, upstream: Any) -> None:
         self._place.module, self._place.line = call, ""
         tensors = stats.floating(upstream)
-        if not tensors or not tf.executing_eagerly():
-            return
-        if not gradients or position in gradients[-1].values:
-            gradients.append(self._note(call, "", "backward", tensors))
-        entry = gradients[-1]
-        (entry.values[position],) = stats.reduce(tensors[:1], self.watching.dtype)
-        if self.watching.samples:
-            entry.gradients[position] = tensors[0]
+        if tensors and tf.executing_eagerly():
+            self._take(gradients.at(place), place, tensors[0])
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -224,7 +164,6 @@ class TensorFlowWatch:
                 self._remember(name, inputs, _Origin(tuple(map(_identity, inputs)), call, line))
             entry = self._note(call, name, "backward" if backward else "forward", tensors)
             entry.place = line
-            entry.values = dict(enumerate(stats.reduce(tensors, self.watching.dtype)))
             entry.inputs = stats.reduce(stats.floating(list(inputs)), self.watching.dtype)
 
     def _remember(self, name: str, inputs: Sequence[Any], origin: _Origin) -> None:
@@ -273,6 +212,10 @@ class TensorFlowWatch:
             self._place.depth -= 1
             if not self._place.depth:
                 self._place.module, self._place.line = None, ""
+
+
+def _is_tapped(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating and record.should_record_backprop([leaf])
 
 
 def _identity(value: Any) -> Any:
@@ -324,7 +267,7 @@ def watch(model: Any | None, watching: Watching) -> Iterator[TensorFlowWatch]:
     """Read the modules of a model, or of every model that is called: see `Probe.watch`."""
     modules = Modules(model)
     if model is not None:
-        check_patterns("watch", watching.modules, modules.names)
+        check_patterns("watch", watching.modules, list(modules.names))
     watched = TensorFlowWatch(modules, watching)
     native = tf.GradientTape.gradient
 

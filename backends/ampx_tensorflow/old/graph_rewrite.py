@@ -6,35 +6,26 @@ ampx does it: its plan says that graphs are cast, so that whatever ends the sess
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 import ampx
-from ampx.backend import CastPlan
 from ampx.errors import AmpxWarning, InvalidOptionError, NotInitializedError, ProtocolError
 from ampx.scale_state import LossScale
 from ampx_tensorflow import rewrite
 from ampx_tensorflow.keras3 import FORMER_INIT_SCALE
 
 
-@dataclass(frozen=True)
-class GraphPlan(CastPlan):
-    """Casting by the graph rewriter: of every `tf.function` and of every session of TensorFlow 1."""
-
-
 class _Request(threading.local):
-    """Whether the session that is being started is to cast graphs; and who starts it instead, if anybody."""
+    """Who starts the session instead, if anybody."""
 
-    graphs = False
     start: Callable[[], Any] | None = None
     tell: Callable[[Any, str], None] | None = None
 
@@ -51,18 +42,8 @@ _started = _Started()
 
 
 @contextmanager
-def requested() -> Iterator[None]:
-    """Return a region in which `ampx.init` starts sessions that cast graphs instead of layers."""
-    before, _request.graphs = _request.graphs, True
-    try:
-        yield
-    finally:
-        _request.graphs = before
-
-
-@contextmanager
 def started_by(start: Callable[[], Any], tell: Callable[[Any, str], None]) -> Iterator[None]:
-    """Return a region in which another starts the session, and is told of what `enable_...` wraps."""
+    """Return a region in which other code starts the session, and receives what `enable_...` wraps."""
     _request.start, _request.tell = start, tell
     try:
         yield
@@ -73,17 +54,6 @@ def started_by(start: Callable[[], Any], tell: Callable[[Any, str], None]) -> It
 def stand_alone() -> None:
     """Let `enable_...` start sessions of its own again inside `started_by`."""
     _request.start = _request.tell = None
-
-
-def check_plan(plan: CastPlan) -> CastPlan:
-    """Return the plan of a session that is being started; raise where the rewriter casts nothing on the device.
-
-    Sync: one, the first time.
-    """
-    if not _request.graphs:
-        return plan
-    rewrite.check(plan)
-    return GraphPlan(**{field.name: getattr(plan, field.name) for field in fields(CastPlan)})
 
 
 def enable_mixed_precision_graph_rewrite(
@@ -115,12 +85,12 @@ def enable_mixed_precision_graph_rewrite(
         _request.tell(wrapped, type(opt).__name__)
         return wrapped
     session = _active()
-    if session is not None and session.casting is not None and not isinstance(session.casting, GraphPlan):
+    if session is not None and session.casting is not None and not isinstance(session.casting, rewrite.GraphPlan):
         raise ProtocolError(
             "enable_mixed_precision_graph_rewrite was called in a session that casts layers; accepted: no session, or "
             "one with level='O0'. Give the optimizer to ampx.wrap_optimizer, or call ampx.shutdown() first."
         )
-    policy = mixed_policy()
+    policy = rewrite.mixed_policy()
     if session is None and policy:
         raise ProtocolError(
             f"enable_mixed_precision_graph_rewrite was called while the global policy of {policy}, which casts "
@@ -129,7 +99,7 @@ def enable_mixed_precision_graph_rewrite(
         )
     if session is not None:
         return session.wrap_optimizer(opt, loss_scale=config)
-    with requested():
+    with rewrite.requested():
         session = ampx.init("tensorflow", dtype=dtype, device=device)
     try:
         wrapped = session.wrap_optimizer(opt, loss_scale=config)
@@ -147,15 +117,6 @@ def _active() -> ampx.Amp | None:
         return None
 
 
-def mixed_policy() -> str:
-    """Return which Keras has a global policy that casts, and which one, as "Keras is 'mixed_float16'"; "" for none."""
-    policies = {"Keras": keras.config.dtype_policy()}
-    if "tf_keras" in sys.modules:
-        policies["tf_keras"] = sys.modules["tf_keras"].mixed_precision.global_policy()
-    casting = (f"{keras} is {policy.name!r}" for keras, policy in policies.items() if policy.name.startswith("mixed_"))
-    return next(casting, "")
-
-
 def disable_mixed_precision_graph_rewrite() -> None:
     """Cast no graphs from now on; optimizers go on to scale their loss. Sync: as `Amp.shutdown`."""
     if _request.start is not None:
@@ -164,7 +125,7 @@ def disable_mixed_precision_graph_rewrite() -> None:
     session = _active()
     started = None if _started.session is None else _started.session()
     _started.session = None
-    if session is None or (session is not started and not isinstance(session.casting, GraphPlan)):
+    if session is None or (session is not started and not isinstance(session.casting, rewrite.GraphPlan)):
         warnings.warn("disable_mixed_precision_graph_rewrite was called while nothing was enabled", AmpxWarning, 2)
         return
     session.shutdown()

@@ -21,11 +21,6 @@ from .tf1_scale import NamedLedger, ScaleVariables
 _v1 = tf.compat.v1
 
 
-def is_optimizer(candidate: object) -> bool:
-    """Return whether this is an optimizer of `tf.compat.v1.train`, not wrapped by ampx."""
-    return isinstance(candidate, _v1.train.Optimizer) and not isinstance(candidate, GraphOptimizer)
-
-
 def wrap(backend: Backend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> GraphOptimizer:
     """Wrap a raw optimizer, making the loss scale's variables in the present graph."""
     if isinstance(optimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
@@ -54,7 +49,7 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         return tf.convert_to_tensor(self.numbers.variables["scale"])
 
     def update(self, grads: Any) -> tuple[Any, Any]:
-        """Move the scale; gives the operation that does it, and whether to apply true gradients."""
+        """Return the operation that moves the scale, and whether to apply unscaled gradients."""
         distribution = tf.distribute.get_strategy()
         flags = distribution.extended.call_for_each_replica(
             lambda grads: tf.cast(gradients.finite(tf.nest.flatten(grads)), tf.float32), args=(grads,)
@@ -85,7 +80,7 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
 class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):  # type: ignore[name-defined]
     """An optimizer of `tf.compat.v1.train` with its own loss scale.
 
-    `minimize(loss)` and `compute_gradients(loss)` scale the loss themselves and give true gradients; gradients of a
+    `minimize(loss)` and `compute_gradients(loss)` scale the loss themselves and give unscaled gradients; gradients of a
     loss that came out of `scale_loss` are made true by `apply_gradients`, which applies them only if all are finite.
     """
 
@@ -149,7 +144,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
 
     @tf.autograph.experimental.do_not_convert
     def compute_gradients(self, loss: Any, var_list: Any = None, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return pairs of true gradients and variables.
+        """Return pairs of unscaled gradients and variables.
 
         The loss is a float scalar tensor (in eager mode a function that gives it), as the loss function gave it or as
         `scale_loss` did; the other arguments are TensorFlow's.
@@ -202,7 +197,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Return an operation that applies true gradients if all are finite, and moves the loss scale.
+        """Return an operation that applies unscaled gradients if all are finite, and moves the loss scale.
 
         Args:
             grads_and_vars: Pairs as `compute_gradients` gave them (clipped, perhaps), or gradients of what
@@ -238,7 +233,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
 
     def ampx_unscale(self) -> None:
         """Refuse: gradients are values."""
-        self._backend.refuse("unscale (compute_gradients gives true gradients)")
+        self._backend.refuse("unscale (compute_gradients gives unscaled gradients)")
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Refuse: pass `max_grad_norm` to `wrap_optimizer`."""

@@ -132,7 +132,7 @@ def _result(numbers: Mapping[str, Any], finite: Any, norm: Any) -> StepResult:
 
 
 class NamedLedger(Ledger):
-    """The scale is a variable, and whoever applies gradients moves it; the host looks when it is asked."""
+    """The scale is a variable, moved where gradients are applied; the host reads it when asked."""
 
     def __init__(self, scale: ScaleVariables) -> None:
         self.scale = scale

@@ -12,8 +12,7 @@ from ampx.errors import ProtocolError, UnsupportedByBackendError, UnsupportedOpE
 from ampx.policy import Dtype
 from ampx_tensorflow.casting import policy_region
 from ampx_tensorflow.oplists import ListsPlan
-
-from .graph_rewrite import GraphPlan
+from ampx_tensorflow.rewrite import GraphPlan
 
 
 class _Before:

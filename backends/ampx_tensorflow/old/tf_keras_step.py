@@ -35,8 +35,8 @@ class _Meta(ABCMeta, native.LossScaleOptimizerMetaclass):
 class _Scaling(Keras2Optimizer, metaclass=_Meta):
     """What the two classes below share; `native` is tf_keras's own class of the same kind.
 
-    `minimize`, and so `fit`, scales the loss and gives `apply_gradients` true gradients. Gradients of a loss that came
-    out of `scale_loss` are made true by `apply_gradients`.
+    `minimize`, and so `fit`, scales the loss and passes unscaled gradients to `apply_gradients`, which unscales those
+    of a loss that came out of `scale_loss`.
     """
 
     native: Any
@@ -65,7 +65,7 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         return super().get_scaled_loss(loss)
 
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Return true gradients: see `LedgerOptimizer`."""
+        """Return unscaled gradients: see `LedgerOptimizer`."""
         self._gradients_have_been_unscaled = True
         return super().get_unscaled_gradients(grads)
 
@@ -162,7 +162,7 @@ class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, skip_gradients_aggregation: bool = False, **kwargs: Any) -> None:
-        """Apply true gradients if all are finite on all replicas; move the loss scale.
+        """Apply unscaled gradients if all are finite on all replicas; move the loss scale.
 
         Args:
             grads_and_vars: Pairs of gradients and variables.
@@ -203,7 +203,7 @@ class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):
     def apply_gradients(
         self, grads_and_vars: Any, name: str | None = None, experimental_aggregate_gradients: bool = True
     ) -> None:
-        """Apply true gradients if all are finite on all replicas; move the loss scale.
+        """Apply unscaled gradients if all are finite on all replicas; move the loss scale.
 
         Args:
             grads_and_vars: Pairs of gradients and variables.
@@ -226,11 +226,6 @@ class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):
 
     def _apply_true(self, pairs: Any) -> None:
         guard.native(self._optimizer, "apply_gradients")(pairs, experimental_aggregate_gradients=False)
-
-
-def is_optimizer(candidate: object) -> bool:
-    """Return whether this is an optimizer of tf_keras, not wrapped by ampx."""
-    return isinstance(candidate, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
 
 
 def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:

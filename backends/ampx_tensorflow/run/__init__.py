@@ -13,7 +13,7 @@ The script is not ours to edit: TensorFlow is patched, and every patch ends with
 - `models`: how Keras compiles and fits models;
 - `operations`: products outside of graphs, and what computed in which dtype;
 - `observing`: functions that are called, where somebody looks on;
-- `tf1`: optimizers and sessions of TensorFlow 1.
+- `tf1`: optimizers and sessions of TensorFlow 1, and optimizers of Keras 2, where their former names are there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from contextlib import ExitStack, contextmanager
 from typing import cast
 
 from ampx.backend import CastPlan
-from ampx.numerics.watching import module_dtypes
+from ampx.modules import module_dtypes
 from ampx.policy import Dtype
+from ampx.rooms import import_part, is_there
 from ampx.run import Automation, Run
 from ampx_tensorflow import devices, numerics
 from ampx_tensorflow.numerics import forcing
@@ -32,11 +33,10 @@ from ampx_tensorflow.numerics.watching import uncompiled
 
 from .debugging import debuggers_noted
 from .gradients import tapes_watched
-from .manager import KerasManager, optimizers_managed, rewrites_started
+from .manager import KerasManager, optimizers_managed
 from .models import models_cast
 from .operations import products_cast
 from .own_gradients import own_gradients_true
-from .tf1 import graphs_managed
 
 
 @contextmanager
@@ -44,15 +44,16 @@ def automate(run: Run) -> Iterator[None]:
     """Patch TensorFlow for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
     run.backward = "gradients = scaled.gradient(tape, variables)"
+    former = import_part("ampx_tensorflow.run.tf1", "ampx run") if is_there("ampx_tensorflow.old") else None
     patches = (
-        rewrites_started,
+        *((former.rewrites_started, former.own_scaling_noted) if former else ()),
         optimizers_managed,
         own_gradients_true,
         debuggers_noted,
         tapes_watched,
         models_cast,
         products_cast,
-        graphs_managed,
+        *((former.graphs_managed,) if former else ()),
     )
     manager = KerasManager(run)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Loops over `tf.GradientTape`: the loss is scaled, and the script sees true gradients only."""
+"""Loops over `tf.GradientTape`: the loss is scaled, and the script sees unscaled gradients only."""
 
 from __future__ import annotations
 

@@ -19,13 +19,12 @@ import tensorflow as tf
 from ampx.events import Event
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
-from ampx.run import Managed, Manager, Run
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, SampledGradient
 from ampx.session import Amp
 from ampx_tensorflow import casting, devices, gradients, guard, oplists, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
-from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
 
 from .debugging import Debuggers
 from .observing import Observing
@@ -63,6 +62,9 @@ class KerasManager(Manager[Managed]):
         self.observing = Observing(run.recorder)
         self.own_gradients = OwnGradients(self)
         self.debuggers = Debuggers(self)
+        self.stand_alone: Callable[[], None] = lambda: (
+            None
+        )  # lets the recipes of TensorFlow 1 start sessions of their own
         self.forces = False  # whether modules have dtypes of their own, which the graph rewriter does not know
         self.forced: dict[str, str] = {}  # by pattern of names of modules, those that the settings give them
         self._by_raw: dict[int, Managed] = {}  # which hold the raw optimizers
@@ -77,7 +79,7 @@ class KerasManager(Manager[Managed]):
         Layers cast only where prepared. Outside of graphs a rewriter that casts nothing here is not missed.
         """
         new = self.run.amp is None
-        if new and (policy := graph_rewrite.mixed_policy()):
+        if new and (policy := rewrite.mixed_policy()):
             self.refuse_own(f"the global policy of {policy}")
         before = keras.config.dtype_policy()
         only_graphs = os.environ.get(_GRAPHS) == "1" and os.environ.get(_BOTH) != "1"
@@ -89,7 +91,7 @@ class KerasManager(Manager[Managed]):
         self.debuggers.check()
         if graphs:
             plan = amp.casting
-            with self.inside():  # the rewriter is tried in a session, which is none of the script's
+            with self.at_work():  # the rewriter is tried in a session, which is none of the script's
                 if self.forces:
                     self.operations.cast_in_graphs()
                 elif plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
@@ -99,7 +101,7 @@ class KerasManager(Manager[Managed]):
         return amp
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
         """Note that a wrapped optimizer, or ampx itself, is at work in this thread."""
         self.depth.value += 1
         try:
@@ -165,7 +167,8 @@ class KerasManager(Manager[Managed]):
         if takes is not None:
             variables = optimizer.inner_optimizer._trainable_variables
             variables = variables if trainable_variables is None else trainable_variables
-            takes(gradients.sample(list(grads), list(variables)))
+            rows = gradients.sample(list(grads), list(variables), GRADIENT_SAMPLES)
+            takes([SampledGradient(*row) for row in rows])
 
     def count(self, wrapped: Any) -> None:
         """Count in the recorder what an optimizer has stepped since the last time. Sync: one."""
@@ -226,7 +229,7 @@ class KerasManager(Manager[Managed]):
     def follow(self) -> None:
         """Leave casting and scaling to the script, and go on to count."""
         rewrite.process.off()
-        graph_rewrite.stand_alone()
+        self.stand_alone()
         self.operations.start(casts=False)
 
     def record_without_session(self, wrapped: Any) -> None:
@@ -318,24 +321,12 @@ class KerasManager(Manager[Managed]):
 
 
 @contextmanager
-def rewrites_started(manager: KerasManager) -> Iterator[None]:
-    """Have the recipes of TensorFlow 1 use the session of this run."""
-    old_names.install(manager.run.settings.dtype, manager.run.settings.device)
-    try:
-        with graph_rewrite.started_by(lambda: manager.session(True), manager.record):
-            yield
-    finally:
-        old_names.uninstall()
-
-
-@contextmanager
 def optimizers_managed(manager: KerasManager) -> Iterator[None]:
     """Patch how optimizers are made and applied."""
-    base, own = keras.optimizers.Optimizer, keras2.LossScaleOptimizer
+    base = keras.optimizers.Optimizer
     with ExitStack() as stack:
         for owner, name, patched in (
             (base, "__init__", _making(manager, base.__init__)),
-            (own, "__init__", _making_own(manager, own.__init__)),
             (base, "apply", _applying(manager, base.apply)),
             (AmpOptimizer, "apply", _applying_own(manager, AmpOptimizer.apply)),
             (AmpOptimizer, "_apply", _updating(manager, AmpOptimizer._apply)),
@@ -354,19 +345,10 @@ def _making(manager: KerasManager, native: Callable[..., None]) -> Callable[...,
     return make
 
 
-def _making_own(manager: KerasManager, native: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(native)
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        native(self, *args, **kwargs)
-        manager.record_without_session(self)
-
-    return make
-
-
 def _updating(manager: KerasManager, native: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(native)
     def update(self: Any, *args: Any, **kwargs: Any) -> None:
-        with manager.inside():
+        with manager.at_work():
             native(self, *args, **kwargs)
 
     return update

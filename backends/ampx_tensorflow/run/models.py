@@ -19,8 +19,8 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 from ampx_tensorflow import casting
 from ampx_tensorflow.keras3 import AmpOptimizer
+from ampx_tensorflow.names import walk
 from ampx_tensorflow.numerics.forcing import find_dtype
-from ampx_tensorflow.numerics.names import walk
 
 from .manager import KerasManager, environment_wants_graphs
 

@@ -1,4 +1,4 @@
-"""Graphs of TensorFlow 1: their optimizers, and sessions that run them."""
+"""The former names: TensorFlow 1, its optimizers and the sessions that run their graphs; optimizers of Keras 2."""
 
 from __future__ import annotations
 
@@ -12,12 +12,42 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.client.session import BaseSession
 
-from ampx_tensorflow.old.tf1 import GraphOptimizer, is_optimizer
+from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
+from ampx_tensorflow.old.tf1 import GraphOptimizer
 
 from .manager import KerasManager
 
 # Reading the scale takes a run of the session; so many seconds apart nobody feels it.
 _LOOK_SECONDS: Final = 0.25
+
+
+@contextmanager
+def rewrites_started(manager: KerasManager) -> Iterator[None]:
+    """Have the recipes of TensorFlow 1 use the session of this run."""
+    old_names.install(manager.run.settings.dtype, manager.run.settings.device)
+    manager.stand_alone = graph_rewrite.stand_alone
+    try:
+        with graph_rewrite.started_by(lambda: manager.session(True), manager.record):
+            yield
+    finally:
+        old_names.uninstall()
+
+
+@contextmanager
+def own_scaling_noted(manager: KerasManager) -> Iterator[None]:
+    """Patch how the script makes optimizers of Keras 2 that scale the loss."""
+    kind = keras2.LossScaleOptimizer
+    with mock.patch.object(kind, "__init__", _making_own(manager, kind.__init__)):
+        yield
+
+
+def _making_own(manager: KerasManager, native: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(native)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        native(self, *args, **kwargs)
+        manager.record_without_session(self)
+
+    return make
 
 
 @contextmanager
@@ -69,7 +99,7 @@ def _managed(manager: KerasManager, native: Callable[..., Any], name: str) -> Ca
         if isinstance(self, GraphOptimizer):
             manager.held.add(self)  # the script may forget it, and its graph goes on
             return _inside(manager, native)(self, *args, **kwargs)
-        if manager.depth.value or manager.stood_down or not is_optimizer(self):
+        if manager.depth.value or manager.stood_down:
             return native(self, *args, **kwargs)
         wrapped = manager.manage(self, True)
         with manager.working():
@@ -81,7 +111,7 @@ def _managed(manager: KerasManager, native: Callable[..., Any], name: str) -> Ca
 def _inside(manager: KerasManager, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with manager.inside():
+        with manager.at_work():
             return native(self, *args, **kwargs)
 
     return call
@@ -97,7 +127,7 @@ def _computing(manager: KerasManager, native: Callable[..., Any]) -> Callable[..
 
 def _look(manager: KerasManager, session: Any) -> None:
     """Count in the recorder the steps that a session has made; of a closed or broken one, none."""
-    with manager.inside(), session.graph.as_default(), session.as_default():
+    with manager.at_work(), session.graph.as_default(), session.as_default():
         if manager.stood_down and manager.run.amp is not None:
             manager.run.look()
             for group in manager.run.amp.live_groups():

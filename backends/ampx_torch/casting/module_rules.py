@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
+from ampx.modules import some_names
 from ampx_torch.trees import cast, floating
 
 from .oplists import Kind, TorchPlan
@@ -205,7 +206,7 @@ def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tupl
         if pattern not in hits | plan.resolved:
             raise UnsupportedOpError(
                 f"{kind} got the pattern {pattern!r}, which matches no module of the model; its modules: "
-                f"{', '.join(name for name, _ in named[:8]) or 'none'}{', …' if len(named) > 8 else ''}. Correct it; "
+                f"{some_names([name for name, _ in named])}. Correct it; "
                 f"several models go into one call: ampx.prepare([first, second]).{plan.meant(pattern)}"
             )
     _check_names(plan, {name for name, _ in named})

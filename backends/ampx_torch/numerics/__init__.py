@@ -1,6 +1,5 @@
 """The precision debugger's verbs in PyTorch: read modules, force them into a dtype, compute a batch again.
 
-- `names`: the modules of a model, or of every model that is called, with the names that `allow` and `deny` take;
 - `reductions`: the numbers that a tensor is reduced to, on its device;
 - `watching`: hooks on modules and their outputs, and a dispatch mode for operations;
 - `forcing`: hooks that switch casting for one module, and round values as a dtype would that this device lacks;

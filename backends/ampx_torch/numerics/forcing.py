@@ -12,13 +12,14 @@ from torch import nn
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDtypeError
-from ampx.numerics.watching import last_match
+from ampx.formats import FORMATS
+from ampx.modules import check_patterns, last_match
 from ampx_torch.casting import lstm
 from ampx_torch.lent_hooks import lend
+from ampx_torch.names import Names, each_model
 from ampx_torch.trees import DTYPES, LOW, cast, convert
 
-from .names import Names, check_patterns, each_model
-from .reductions import Limits, floating
+from .reductions import floating
 
 SIMULATED: Final[dict[str, torch.dtype]] = {
     "float8_e4m3": torch.float8_e4m3fn,
@@ -41,7 +42,7 @@ def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
 
         def take(names: Names) -> None:
             if model is not None:
-                check_patterns(tuple(dtypes), names)
+                check_patterns("force", dtypes, list(names.values()))
             for module, name in names.items():
                 dtype = last_match(name, dtypes)
                 if dtype is not None:
@@ -120,11 +121,11 @@ class _Rounded:
         self._dtype = dtype
 
     def enter(self, module: nn.Module, tree: Any) -> Any:
-        """Round what comes in."""
+        """Round the inputs."""
         return convert(tree, lambda tensor: _Round.apply(tensor, self._dtype, False))
 
     def leave(self, output: Any) -> Any:
-        """Round what goes out."""
+        """Round the outputs."""
         return convert(output, lambda tensor: _Round.apply(tensor, self._dtype, True))
 
 
@@ -144,12 +145,12 @@ class _Round(torch.autograd.Function):
 
 def rounded(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     """Round to nearest even; what is too large becomes infinite, or NaN where a dtype has no infinity."""
-    limits = Limits.of(dtype)
+    limits = FORMATS[dtype]
     low = tensor.to(SIMULATED[dtype]).to(tensor.dtype)
     if limits.infinite:
         return low
     # Which of NaN and the largest number comes out differs between versions of torch.
-    return torch.where(tensor.abs() > limits.overflows, torch.nan, low)
+    return torch.where(tensor.abs() > limits.halfway, torch.nan, low)
 
 
 class _Widened:

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from math import frexp, inf
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from math import inf
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampx.numerics.formats import FORMATS
-from ampx.numerics.probe import Stats
-
-# How many elements, and on their device in float64: not finite, NaN, of magnitude 0 or not finite, flushed and
-# of magnitude 0 or not finite, overflowed; largest, smallest non-zero and lowest finite.
-Reduced: TypeAlias = tuple[int, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Where a dtype rounds to zero, and beyond what it can hold.
-
-    Attributes:
-        flushes: The largest magnitude that becomes zero: half of the smallest, a tie that is rounded to even.
-        overflows: The smallest magnitude that becomes infinite, or where there is no infinity the largest that
-            is still rounded to a number.
-        infinite: Which of the two.
-    """
-
-    flushes: float
-    overflows: float
-    infinite: bool
-
-    @classmethod
-    def of(cls, dtype: str) -> Limits:
-        """Return those of a dtype of `FORMATS`."""
-        form = FORMATS[dtype]
-        _, exponent = frexp(form.largest)
-        half = 2.0 ** (exponent - form.bits - 1)
-        return cls(form.smallest / 2, form.largest + half, form.infinite)
+from ampx.backend import Array
+from ampx.formats import FORMATS, Format
+from ampx.numerics.watching import Reduced
+from ampx_torch.trees import stored
 
 
 def floating(tree: Any) -> Iterator[torch.Tensor]:
@@ -58,64 +32,55 @@ def floating(tree: Any) -> Iterator[torch.Tensor]:
             yield from floating(getattr(tree, field.name, None))
 
 
-def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored elements, as real numbers; of a sharded tensor (DTensor) this process's part."""
-    tensor = tensor.detach()
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        tensor = tensor.values()
-    local = getattr(tensor, "to_local", None)
-    tensor = tensor if local is None else local()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor
+def reduce(tensors: Iterable[torch.Tensor], dtype: str) -> list[Reduced]:
+    """Reduce tensors; none is waited for, and modes of the user do not see it.
 
-
-def reduce(tensors: Iterable[torch.Tensor], limits: Limits) -> list[Reduced]:
-    """Reduce tensors; none is waited for, and modes of the user do not see it."""
+    Args:
+        tensors: Floating tensors.
+        dtype: The dtype that is watched.
+    """
+    limits = FORMATS[dtype]
     with _disable_current_modes(), torch.no_grad():
         return [(values.numel(), _reduced(values, limits)) for values in map(stored, tensors) if values.numel()]
 
 
-def _reduced(values: torch.Tensor, limits: Limits) -> torch.Tensor:
+def _reduced(values: torch.Tensor, limits: Format) -> torch.Tensor:
+    """Return in float64 what `read` makes `NUMBERS` of: inf and NaN count as zeros, and zeros as flushed."""
     if values.dtype.itemsize < 4:
         values = values.float()
     finite = values.isfinite()
     magnitudes = values.abs().where(finite, 0.0)
-    overflowed = magnitudes >= limits.overflows if limits.infinite else magnitudes > limits.overflows
-    counts = [~finite, values.isnan(), magnitudes == 0, magnitudes <= limits.flushes, overflowed]
+    overflowed = magnitudes >= limits.halfway if limits.infinite else magnitudes > limits.halfway
+    counts = [~finite, values.isnan(), magnitudes == 0, magnitudes <= limits.flushes_to, overflowed]
     smallest = magnitudes.where(magnitudes > 0, inf)
     extremes = [magnitudes.amax(), smallest.amin(), values.where(finite, inf).amin()]
     return torch.cat([torch.stack([mask.sum() for mask in counts]).double(), torch.stack(extremes).double()])
 
 
-def read(reduced: Sequence[Sequence[Reduced]]) -> list[Stats]:
-    """Return the numbers of each. Sync: one a device."""
-    vectors: dict[torch.device, list[torch.Tensor]] = {}
-    for parts in reduced:
-        for _, vector in parts:
-            vectors.setdefault(vector.device, []).append(vector)
+def read(vectors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Bring reduced tensors to the host. Sync: one a device."""
+    rows = []
+    for numbers in _by_device(vectors, lambda tensors: torch.stack(tensors).tolist()):
+        nonfinite, nan, empty, flushed, overflowed, largest, smallest, lowest = numbers
+        rows.append([nonfinite, nan, empty - nonfinite, largest, smallest, lowest, flushed - empty, overflowed])
+    return rows
+
+
+def read_samples(samples: Sequence[torch.Tensor]) -> list[Array]:
+    """Bring samples to the host. Sync: one a device."""
+
+    def arrays(tensors: list[torch.Tensor]) -> list[Array]:
+        joined = torch.cat(tensors).cpu()
+        return [part.numpy() for part in joined.split([len(tensor) for tensor in tensors])]
+
+    return _by_device(samples, arrays)
+
+
+def _by_device(tensors: Sequence[torch.Tensor], bring: Callable[[list[torch.Tensor]], list[Any]]) -> list[Any]:
+    """Return what a function makes of the tensors of each device, in the order of the tensors."""
+    held: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        held.setdefault(tensor.device, []).append(tensor)
     with _disable_current_modes():
-        rows = {device: iter(torch.stack(tensors).tolist()) for device, tensors in vectors.items()}
-    return [_joined([(elements, next(rows[vector.device])) for elements, vector in parts]) for parts in reduced]
-
-
-def _joined(parts: Sequence[tuple[int, Sequence[float]]]) -> Stats:
-    if not parts:
-        return Stats()
-    nonfinite, nan, empty, flushed, overflowed = (int(sum(row[place] for _, row in parts)) for place in range(5))
-    smallest, lowest = (min(row[place] for _, row in parts) for place in (6, 7))
-    return Stats(
-        elements=sum(elements for elements, _ in parts),
-        nonfinite=nonfinite,
-        nan=nan,
-        zeros=empty - nonfinite,
-        largest=max(row[5] for _, row in parts),
-        smallest=0.0 if smallest == inf else smallest,
-        lowest=0.0 if lowest == inf else lowest,
-        flushed=flushed - empty,
-        overflowed=overflowed,
-    )
+        brought = {device: iter(bring(own)) for device, own in held.items()}
+    return [next(brought[tensor.device]) for tensor in tensors]

@@ -14,20 +14,21 @@ from ampx.backend import Backend, CastPlan
 from ampx.numerics.probe import Replayed, Step
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
+from ampx.numerics.watching import read_stats
 from ampx.scaling import check_loss
 from ampx_torch import casting
 from ampx_torch.casting.module_rules import plain_name
 from ampx_torch.folded_step import is_large, reads_finite
+from ampx_torch.trees import stored
 
-from .reductions import Limits, read, reduce, stored
+from .reductions import read, reduce
 
 
 def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Compute the loss of a batch and its gradients: see `Probe.replay`."""
     trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     with _kept(model):
-        limits = Limits.of("float16")
-        weights = read([reduce([parameter], limits) for parameter in trained.values()])
+        weights = read_stats([reduce([parameter], "float16") for parameter in trained.values()], read)
         with _casting(plan):
             loss = _computed(backend, model, step, scale)
         gradients = {

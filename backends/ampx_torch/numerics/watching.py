@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -16,33 +14,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from ampx.callers import script_line
+from ampx.modules import check_patterns
 from ampx.numerics.probe import Direction, Reading, Watching
+from ampx.numerics.watching import Entry, GradientLog, Log, Reduced
 from ampx_torch.lent_hooks import lend
+from ampx_torch.names import Names, each_model
+from ampx_torch.trees import stored
 
-from .names import Names, check_patterns, each_model
-from .reductions import Limits, Reduced, floating, read, reduce, stored
+from .reductions import floating, read, read_samples, reduce
 
 # They hand memory on and compute nothing, not even another dtype.
 _IDLE: Final = frozenset(
     ("detach", "clone", "alias", "lift_fresh", "zero_", "zeros", "ones", "zeros_like", "ones_like")
 )
-
-
-@dataclass(eq=False)
-class _Seen:
-    """A reading whose numbers are on the device."""
-
-    module: str
-    kind: str
-    operation: str
-    direction: Direction
-    call: int
-    dtype: str
-    place: str = ""
-    value: list[Reduced] = field(default_factory=list)
-    inputs: list[Reduced] = field(default_factory=list)
-    samples: dict[int, torch.Tensor] = field(default_factory=dict)
-    seconds: float | None = None
 
 
 @dataclass(eq=False)
@@ -68,9 +52,7 @@ class ModuleWatch:
 
     def __init__(self, watching: Watching) -> None:
         self._watching = watching
-        self._limits = Limits.of(watching.dtype)
-        self._seen: list[_Seen] = []
-        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._log = Log(watching, read, read_samples)
         self._thread = _Thread()
         self._nodes: dict[int, tuple[str, str, str]] = {}  # by number of a node of the graph: module, kind, place
         self._leaf_hooks: list[Any] = []
@@ -79,46 +61,7 @@ class ModuleWatch:
 
     def readings(self) -> list[Reading]:
         """Return what was seen so far, in order of execution. Sync: one a device."""
-        seen = list(self._seen)
-        stats = read([parts for entry in seen for parts in (entry.value, entry.inputs)])
-        samples = self._read_samples(seen)
-        return [
-            Reading(
-                entry.module,
-                entry.kind,
-                entry.operation,
-                entry.direction,
-                entry.call,
-                entry.dtype,
-                stats[2 * position],
-                stats[2 * position + 1],
-                samples[position] if self._watching.samples else None,
-                entry.seconds,
-                entry.place,
-            )
-            for position, entry in enumerate(seen)
-        ]
-
-    def _read_samples(self, seen: list[_Seen]) -> list[Any]:
-        """Return the samples as arrays, which come off each device as one."""
-        parts = [[entry.samples[key] for key in sorted(entry.samples)] for entry in seen]
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in itertools.chain.from_iterable(parts):
-            by_device.setdefault(tensor.device, []).append(tensor)
-        with _disable_current_modes():
-            arrays = {device: torch.cat(tensors).cpu().numpy() for device, tensors in by_device.items()}
-            empty = torch.empty(0, device="cpu").numpy()
-        taken = dict.fromkeys(arrays, 0)
-        result = []
-        for tensors in parts:
-            if not tensors:
-                result.append(empty)
-                continue
-            device = tensors[0].device
-            start = taken[device]
-            taken[device] = start + sum(len(tensor) for tensor in tensors)
-            result.append(arrays[device][start : taken[device]])
-        return result
+        return self._log.readings()
 
     # -- modules -----------------------------------------------------------------------------------
 
@@ -140,7 +83,7 @@ class ModuleWatch:
         """Begin a call; inputs are looked at before the module can change them in place."""
         started = time.perf_counter()
         reads = self._watching.watches(name) and not _computes_again()
-        inputs = reduce(floating(tree), self._limits) if reads else []
+        inputs = reduce(floating(tree), self._watching.dtype) if reads else []
         call = _Call(module, name, type(module).__name__, inputs)
         self._thread.calls = (*self._thread.calls, call)
         if self._watching.times:
@@ -180,48 +123,41 @@ class ModuleWatch:
             for tensor in tensors
             if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         ]
-        sizes = [stored(tensor).numel() for tensor in wanted] if self._watching.samples else [0] * len(wanted)
-        group = _Gradients(call, sum(sizes))
-        before = 0
-        for place, (tensor, size) in enumerate(zip(wanted, sizes, strict=True)):
-            handle = tensor.register_hook(_Gradient(self, group, place, before))
-            before += size
+        sizes = self._sizes(wanted)
+        gradients = GradientLog(self._log, call.name, call.kind, sizes=sizes)
+        for place, tensor in enumerate(wanted):
+            handle = tensor.register_hook(_Gradient(self, gradients, place))
             if tensor.is_leaf:  # it outlives the graph
                 self._leaf_hooks.append(handle)
 
-    def gradient(self, group: _Gradients, place: int, before: int, gradient: torch.Tensor) -> None:
+    def gradient(self, gradients: GradientLog, place: int, gradient: torch.Tensor) -> None:
         """Take the gradient of one output."""
-        if group.seen is None or place in group.places:
-            call = group.call
-            group.seen, group.places = self._note(call.name, call.kind, "", "backward", []), set()
-            group.seen.dtype = _dtype(gradient)
-        group.places.add(place)
-        group.seen.value += reduce([gradient], self._limits)
-        self._sample(group.seen, [gradient], group.elements, before)
+        self._take(gradients.at(place), [gradient], place)
 
-    def _note(self, module: str, kind: str, operation: str, direction: Direction, tensors: list[torch.Tensor]) -> _Seen:
-        key = (direction, module, operation)
-        dtype = _dtype(tensors[0]) if tensors else ""
-        seen = _Seen(module, kind, operation, direction, self._counts[key], dtype)
-        self._counts[key] += 1
-        seen.value = reduce(tensors, self._limits)
-        if tensors and self._watching.samples:
-            self._sample(seen, tensors, sum(stored(tensor).numel() for tensor in tensors))
-        self._seen.append(seen)
-        return seen
+    def _note(self, module: str, kind: str, operation: str, direction: Direction, tensors: list[torch.Tensor]) -> Entry:
+        entry = self._log.add(module, kind, operation, direction, self._sizes(tensors))
+        self._take(entry, tensors)
+        return entry
 
-    def _sample(self, seen: _Seen, tensors: list[torch.Tensor], elements: int, before: int = 0) -> None:
-        """Keep every so-manieth element of the tensors, of which some others come before."""
-        if not self._watching.samples:
-            return
-        every = max(1, -(-elements // self._watching.samples))
+    def _sizes(self, tensors: list[torch.Tensor]) -> list[int]:
+        return [stored(tensor).numel() for tensor in tensors] if self._watching.samples else []
+
+    def _take(self, entry: Entry, tensors: list[torch.Tensor], first: int = 0) -> None:
+        """Reduce tensors of a value, and keep what belongs to its sample.
+
+        Args:
+            entry: Where they belong.
+            tensors: Some that follow each other in the value.
+            first: The place of the first of them.
+        """
+        entry.dtype = entry.dtype or _dtype(tensors[0])
+        entry.value += reduce(tensors, self._watching.dtype)
         with _disable_current_modes(), torch.no_grad():
-            for tensor in tensors:
+            for place, tensor in enumerate(tensors if entry.sampled else (), first):
                 values = stored(tensor).reshape(-1)
-                chosen = values[-before % every :: every]
-                if chosen.numel():
-                    seen.samples[before] = chosen.to(torch.float32, copy=True)
-                before += values.numel()
+                sample = entry.chosen(place, values, values.numel())
+                if sample is not None:
+                    entry.samples[place] = sample.to(torch.float32, copy=True)
 
     def close(self) -> None:
         """Stop looking: gradients may come after the region."""
@@ -248,23 +184,13 @@ class ModuleWatch:
         reads = not function.is_view and not (backward and calls) and self._watching.watches(module)
         if not reads or name in _IDLE or name.startswith(("empty", "new_empty")):
             return function(*args, **kwargs)
-        inputs = reduce(floating((args, kwargs)), self._limits)
+        inputs = reduce(floating((args, kwargs)), self._watching.dtype)
         result = function(*args, **kwargs)
         tensors = list(floating(result))
         if tensors:
             seen = self._note(module, kind, name, "backward" if backward else "forward", tensors)
             seen.inputs, seen.place = inputs, place
         return result
-
-
-class _Gradients:
-    """The gradients of one call's outputs."""
-
-    def __init__(self, call: _Call, elements: int) -> None:
-        self.call = call
-        self.elements = elements
-        self.seen: _Seen | None = None
-        self.places: set[int] = set()
 
 
 class _Hook:
@@ -293,8 +219,8 @@ class _After(_Hook):
 
 
 class _Gradient:
-    def __init__(self, watch: ModuleWatch, group: _Gradients, place: int, before: int) -> None:
-        self._call = (group, place, before)
+    def __init__(self, watch: ModuleWatch, gradients: GradientLog, place: int) -> None:
+        self._call = (gradients, place)
         self._watch = watch
 
     def __call__(self, gradient: torch.Tensor) -> None:
@@ -323,7 +249,7 @@ def watch(model: nn.Module | None, watching: Watching) -> Iterator[ModuleWatch]:
 
         def take(names: Names) -> None:
             if model is not None:
-                check_patterns(watching.modules, names)
+                check_patterns("watch", watching.modules, list(names.values()))
             for take_back in view.take(names):
                 stack.callback(take_back)
 

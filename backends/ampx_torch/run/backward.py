@@ -24,6 +24,7 @@ from .manager import WIDE, Owners, TorchManaged, TorchManager, gradient_of
 from .native import OWN
 
 _THROUGH: Final = ("torch._tensor", "torch.autograd")
+_NONE: Final = frozenset({type(None)})
 _TRUE: Final = "_ampx_true_loss"  # on a scaled loss: the loss
 
 
@@ -144,7 +145,7 @@ def _backward_scaled(
     try:
         with manager.working():
             # Unscaled gradients that are there may be the script's own: views of one buffer, or kept in a list.
-            kept = [] if all(gradient is None for gradient in map(gradient_of, leaves.values())) else optimizers
+            kept = [] if _NONE.issuperset(map(type, map(gradient_of, leaves.values()))) else optimizers
             kept = [managed for managed in kept if not managed.carries_scale and managed.has_gradients()]
             if len(optimizers) > 1 or optimizers[0].wrapped.ampx_member.stage != "idle":
                 bring_together(manager.run.session().backend, [managed.wrapped for managed in optimizers])
@@ -273,16 +274,17 @@ def _backward(
     loss = losses[0] if len(losses) == 1 else losses
     optimizer = first if len(optimizers) == 1 else [managed.wrapped for managed in optimizers]
     with manager.run.session().scale_loss(loss, optimizer) as scaled:
-        factor = manager.factor = first.ampx_member.factors.get(0, 1.0)
-        manager.inside, manager.reached = True, list(optimizers)
+        factor = first.ampx_member.factors.get(0, 1.0)
+        manager.reached = list(optimizers)
         try:
-            if leaves is None:
-                true(scaled, None, **options)
-            else:
-                with _arriving(manager, factor):
-                    _run(manager, true, scaled, options, leaves)
+            with manager.differentiating(factor):
+                if leaves is None:
+                    true(scaled, None, **options)
+                else:
+                    with _arriving(manager, factor):
+                        _run(manager, true, scaled, options, leaves)
         finally:
-            manager.inside, manager.factor, manager.reached = False, 1.0, []
+            manager.reached = []
     return factor
 
 

@@ -12,7 +12,7 @@ import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
@@ -124,17 +124,24 @@ def _showing_unscaled(manager: TorchManager, function: Callable[..., Any], casts
         factor = manager.factor_seen
         if isinstance(factor, float) and factor == 1.0:
             return function(*values)
-        shown = [unscaled(value, factor) for value in values]
-        with manager.script_code.switched(True):
-            result = function(*shown)
-        first = next((at for at, value in enumerate(values) if isinstance(value, (torch.Tensor, tuple))), None)
-        if first is None or not casts:
-            return _multiplied(result, factor)
-        if result is None and any(part._version for part in _parts(shown[first])):
-            result = shown[first]  # it was changed in place
-        return _multiplied(result, factor, values[first])
+        return manager.script_code.call(
+            function,
+            values,
+            lambda value: unscaled(value, factor),
+            lambda result, shown: _scaled_as(result, factor, values if casts else (), shown),
+        )
 
     return show
+
+
+def _scaled_as(result: Any, factor: Any, values: Sequence[Any], shown: Sequence[Any]) -> Any:
+    """Return a result with the loss scale, in the dtypes of the first gradients in `values`, if there are any."""
+    first = next((at for at, value in enumerate(values) if isinstance(value, (torch.Tensor, tuple))), None)
+    if first is None:
+        return _multiplied(result, factor)
+    if result is None and any(part._version for part in _parts(shown[first])):
+        result = shown[first]  # it was changed in place
+    return _multiplied(result, factor, values[first])
 
 
 def _unless_torch_s(manager: TorchManager, function: Callable[..., Any]) -> Callable[..., Any]:

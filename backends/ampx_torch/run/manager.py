@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from ampx.run import Managed, Manager, Run, script_line
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
 from ampx_torch.debug import sample_gradients
 from ampx_torch.delegation import TakenOver
 from ampx_torch.step import AmpOptimizer
@@ -61,21 +60,6 @@ class TorchManaged(Managed):
         raw = self.raw.optimizer if isinstance(self.raw, TakenOver) else self.raw
         self.returned = type(raw).step(raw, *(args or own_args), **(kwargs or own_kwargs))
         return self.returned
-
-
-class ScriptCode(threading.local):
-    """Whether this thread runs, inside a backward, code of the script, to which gradients are shown unscaled."""
-
-    runs = False
-
-    @contextmanager
-    def switched(self, runs: bool) -> Iterator[None]:
-        """Run it, or a backward that it calls in its turn."""
-        before, self.runs = self.runs, runs
-        try:
-            yield
-        finally:
-            self.runs = before
 
 
 class Owners:
@@ -134,9 +118,6 @@ class TorchManager(Manager[TorchManaged]):
     """What is managed in one run."""
 
     def __init__(self, run: Run) -> None:
-        self.inside = False  # a backward of the script is running
-        self.factor: Any = 1.0  # what its gradients are multiplied by; 1.0 outside
-        self.script_code = ScriptCode()  # what that backward calls
         self.adding: set[int] = set()  # ids of the tensors to whose gradients that backward adds
         # Tensors, by id, to which backward adds unscaled gradients, because the script looks at them meanwhile.
         self.arriving: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -164,16 +145,6 @@ class TorchManager(Manager[TorchManaged]):
     def scales(self) -> bool:
         """Whether this run multiplies the losses."""
         return not self.native.decides_scale and super().scales
-
-    @property
-    def shows(self) -> bool:
-        """Whether code of the script runs in a backward that is scaled."""
-        return self.script_code.runs and not (isinstance(self.factor, float) and self.factor == 1.0)
-
-    @property
-    def factor_seen(self) -> Any:
-        """What the gradients are multiplied by that code called now gets."""
-        return 1.0 if self.script_code.runs else self.factor
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -333,7 +304,7 @@ class TorchManager(Manager[TorchManaged]):
                 closure, args = args[0], args[1:]
             if closure is not None:
                 self._refuse_shared(managed)
-                closure = self._seen_through(closure, managed)
+                closure = self.seen_through(closure, lambda: self._note_closure(managed))
         managed.call, managed.returned = (args, kwargs), None
         try:
             with self.uncounted(), self.working(managed), self.step_phase:
@@ -344,11 +315,7 @@ class TorchManager(Manager[TorchManaged]):
         if self.pending:
             self.look()
         if counts and member.counted:  # else its gradients had been cleared
-            if recorder.takes_gradients is not None:
-                recorder.takes_gradients(sample_gradients(wrapped))
-            recorder.stepped(managed.group)
-            if self.sampler.counts:
-                self.sampler.after_step()
+            self.stepped(managed.group, lambda: sample_gradients(wrapped, GRADIENT_SAMPLES))
             if self.rules.waits:
                 self.rules.check(recorder.steps)
         return managed.returned if loss is None else loss
@@ -376,25 +343,10 @@ class TorchManager(Manager[TorchManaged]):
                 f"optimizer a parameter, or --dtype bfloat16, which needs no loss scale"
             )
 
-    def _seen_through(self, closure: Callable[[], Any], managed: TorchManaged) -> Callable[[], Any]:
-        """Return the closure as the script would call it: its own reads of gradients are watched again.
-
-        Its gradients are true where the script has a GradScaler, which takes no closures, and does not use it here.
-        """
-
-        def evaluate() -> Any:
-            quiet, self.quiet = self.quiet, False
-            self.sampler.pause(False)
-            try:
-                loss = closure()
-            finally:
-                self.quiet = quiet
-                self.sampler.pause(True)
-            if self.native.scales:
-                managed.wrapped.ampx_member.note_scaled(1.0)
-            return loss
-
-        return evaluate
+    def _note_closure(self, managed: TorchManaged) -> None:
+        """Note that gradients are unscaled where the script has a GradScaler, which takes no closures."""
+        if self.native.scales:
+            managed.wrapped.ampx_member.note_scaled(1.0)
 
     @contextmanager
     def stepping(self, managed: TorchManaged) -> Iterator[None]:
@@ -463,7 +415,7 @@ def optimizers_managed(manager: TorchManager) -> Iterator[None]:
 
     def add_managed(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         managed = manager.find(self)
-        if managed is not None:  # what is added has true gradients, if any: they must not be divided with the others
+        if managed is not None:  # what is added has unscaled gradients, if any: they are not divided with the others
             manager.unscale(managed)
         add(self, param_group)
         if managed is not None:

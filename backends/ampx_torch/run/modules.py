@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
+from ampx.modules import some_names
 from ampx.run import Run
 from ampx_torch.casting.module_rules import attach, match_names, own_rule
 from ampx_torch.casting.oplists import TorchPlan
 from ampx_torch.lent_hooks import lend
-from ampx_torch.numerics.names import Names, called_models
+from ampx_torch.names import Names, called_models
 
 if TYPE_CHECKING:
     from .manager import TorchManager
@@ -66,8 +67,7 @@ class ModuleRules:
             return
         self.waits = False
         missing = [f"{kind}='module:{pattern}'" for kind, pattern in self._plan.patterns if pattern not in self._hits]
-        names = [name for name in self._names.values() if name]
-        shown = f"{', '.join(names[:8]) or 'none'}{', …' if len(names) > 8 else ''}"
+        shown = some_names([name for name in self._names.values() if name])
         if missing:
             hint = "".join(self._plan.meant(pattern) for _, pattern in self._plan.patterns if pattern not in self._hits)
             self._run.reject(

@@ -60,22 +60,13 @@ class TorchSampler(Sampler):
             self._mode.__enter__()
             self.counts = True
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out what optimizers and scalers do."""
-        self.pause(True)
-        try:
-            yield
-        finally:
-            self.pause(False)
-
     def leave(self) -> None:
         """Count nothing any more."""
         self._gone = True
         self.stop()
 
     def pause(self, paused: bool) -> None:
-        """Leave out what the optimizers do."""
+        """Leave out what optimizers and scalers do."""
         if self._mode is not None and self.counts:
             self._mode.paused = paused
 

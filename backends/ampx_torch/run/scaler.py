@@ -18,7 +18,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from ampx.errors import AmpxError
-from ampx.run import asked_by_script
+from ampx.run import GRADIENT_SAMPLES, SampledGradient, asked_by_script
 from ampx.scale_state import LossScale, LossScaleState
 from ampx_torch.debug import sample_gradients
 from ampx_torch.fused import makes_momentum
@@ -251,7 +251,8 @@ class _Watch:
         if not seen.now.steps:
             seen.now.before = _held(scaler._scale)
         if recorder.takes_gradients is not None:
-            recorder.takes_gradients(sample_gradients(managed.wrapped))
+            rows = sample_gradients(managed.wrapped, GRADIENT_SAMPLES)
+            recorder.takes_gradients([SampledGradient(*row) for row in rows])
         recorder.stepped(managed.group)
         flags = list(state["found_inf_per_device"].values())
         skipped: Any = _held(flags[0]) if len(flags) == 1 else sum(float(flag) for flag in flags)

@@ -93,7 +93,7 @@ class ForFabric(_ByAmpx, FabricBase):
         return self.scaler.step(optimizer, **kwargs)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make gradients true, before they are clipped."""
+        """Unscale gradients, before they are clipped."""
         self.scaler.unscale_(_raw(optimizer))
 
 

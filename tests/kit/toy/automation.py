@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from ampx.optimizer import GenericOptimizer
-from ampx.run import Automation, Managed, Manager, Run
+from ampx.run import Automation, Managed, Manager, Run, ScriptBackward, patched
 from toy.framework import Optimizer, Tensor
 
 ToyManager = Manager[Managed]
+
+
+class ToyBackward(ScriptBackward[ToyManager]):
+    """How losses are read and multiplied."""
+
+    def reader_of(self, losses: Sequence[Any]) -> Callable[[], float]:
+        """Return a function that reads a loss."""
+        return lambda: sum(float(loss.data[0]) for loss in losses)
+
+    def run_scaled(self, optimizers: list[Managed], losses: Any, native: Callable[[Any], None]) -> None:
+        """Scale the loss for all optimizers."""
+        wrapped = [managed.wrapped for managed in optimizers]
+        with self.manager.run.session().scale_loss(losses, wrapped) as scaled:
+            native(scaled)
 
 
 @contextmanager
@@ -29,7 +42,7 @@ def optimizers_managed(manager: ToyManager) -> Iterator[None]:
     def make_managed(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if not manager.stood_down:
-            manager.run.session()
+            manager.begin()
             manager.keep(Managed(self))
 
     def managed_step(self: Optimizer) -> None:
@@ -38,14 +51,12 @@ def optimizers_managed(manager: ToyManager) -> Iterator[None]:
             step(self)
             return
         manager.all()
-        with manager.run.recorder.phase("step"), manager.working(managed):
-            managed.wrapped.step()
-        manager.run.recorder.stepped(managed.group)
+        manager.take_step(managed.wrapped, managed.wrapped.step, list, managed)
 
-    with (
-        mock.patch.object(Optimizer, "__init__", make_managed),
-        mock.patch.object(Optimizer, "step", managed_step),
-        mock.patch.object(GenericOptimizer, "step", manager.recorded(GenericOptimizer.step)),
+    with patched(
+        (Optimizer, "__init__", lambda _: make_managed),
+        (Optimizer, "step", lambda _: managed_step),
+        (GenericOptimizer, "step", manager.recorded),
     ):
         yield
 
@@ -53,23 +64,8 @@ def optimizers_managed(manager: ToyManager) -> Iterator[None]:
 @contextmanager
 def backward_scaled(manager: ToyManager) -> Iterator[None]:
     """Patch how the framework runs backward: the loss is scaled for all optimizers."""
-    backward = Tensor.backward
-
-    def scaled_backward(self: Tensor) -> None:
-        if manager.stood_down:
-            with manager.records_only("backward"):
-                backward(self)
-            return
-        wrapped = [managed.wrapped for managed in manager.all()]
-        if not wrapped:
-            backward(self)
-            return
-        if manager.run.recorder.observer is not None:
-            manager.run.recorder.observer.loss(lambda: float(self.data[0]))
-        with manager.run.recorder.phase("backward"), manager.run.session().scale_loss(self, wrapped) as scaled:
-            backward(scaled)
-
-    with mock.patch.object(Tensor, "backward", scaled_backward):
+    backward = ToyBackward(manager)
+    with patched((Tensor, "backward", lambda native: lambda loss: backward.run(loss, native))):
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ampx.testing.harness import Chosen, Harness
 from toy import framework as toy
-from toy.framework import Dense, Dropout, Module, Norm, Optimizer, Tensor
+from toy.framework import Dense, Dropout, Module, Norm, Optimizer, Tensor, Twice
 
 
 class ImplicitToyHarness(Harness):
@@ -76,6 +76,15 @@ class ImplicitToyHarness(Harness):
             layers["dropout"] = Dropout()
         model = Module(**layers)
         return model, lambda model: toy.total(model(Tensor(inputs))), names
+
+    def fork(self, inputs: Sequence[float]) -> tuple[Any, Any, str]:
+        """Return two tensors from a module."""
+
+        def step(model: Module) -> Tensor:
+            first, second = model(Tensor(inputs))
+            return toy.total(first) + toy.total(second) * 3.0
+
+        return Module(layer=Dense(Tensor([1.0], parameter=True)), fork=Twice()), step, "fork"
 
     def shipped(self, weights: Sequence[float], norm: bool = False) -> tuple[Any, list[str]]:
         """Multiply by one weight after the other, and normalize."""

@@ -145,7 +145,7 @@ class ToyOptimizer(GenericOptimizer):
                 return
             first = next(iter(member.factors))
             self.ampx_unscale()
-            self._finite[first] = self._unscaled is None or bool(self._unscaled.finite)
+            self._finite[first] = self._pending.unscaled is None or bool(self._pending.unscaled.finite)
             member.mixes = True
         member.begin_change()
         self._aside = self._take()
@@ -159,7 +159,7 @@ class ToyOptimizer(GenericOptimizer):
             finite = bool(self._backend.unscale(grads, self.ampx_member.factors[loss_id]).finite)
             self._finite[loss_id] = finite and self._finite.get(loss_id, True)
         self._bring_back()
-        self._unscaled = Unscaled(self._backend.gradients(self.optimizer), all(self._finite.values()))
+        self._pending.unscaled = Unscaled(self._backend.gradients(self.optimizer), all(self._finite.values()))
         self.ampx_member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 from ampx.backend import CastPlan
+from ampx.numerics import watching as logs
 from ampx.numerics.probe import Reading, Replayed, Stats, Step, Watch, Watching
 from toy import framework
 from toy.framework import Module, Tensor
@@ -50,6 +53,22 @@ def inf_is_finite(readings: list[Reading]) -> list[Reading]:
 def no_inputs(readings: list[Reading]) -> list[Reading]:
     """Look at outputs only."""
     return [replace(reading, inputs=Stats()) for reading in readings]
+
+
+def one_name_a_class(readings: list[Reading]) -> list[Reading]:
+    """Call all but the first model of a class by the same names."""
+    return [replace(reading, module=re.sub("#[0-9]+:", ":", reading.module)) for reading in readings]
+
+
+@contextmanager
+def samples_each_tensor(self: ToyProbe, model: Module | None, watching: Watching) -> Iterator[Watch]:
+    """Keep as many elements of every tensor as are wanted of the whole value."""
+
+    def each(sizes: Sequence[int], samples: int) -> tuple[slice, ...]:
+        return tuple(slice(0, None, max(1, -(-size // samples))) for size in sizes)
+
+    with ToyProbe.watch(self, model, watching) as watch, mock.patch.object(logs, "sample_slices", each):
+        yield watch
 
 
 @contextmanager

@@ -33,7 +33,9 @@ from toy.misreading import (
     keeps_buffers,
     keeps_forcing,
     no_inputs,
+    one_name_a_class,
     replays_anything,
+    samples_each_tensor,
     sees_forward,
     watches_named_models,
     watches_on,
@@ -120,6 +122,7 @@ MUTANTS: Final[list[Mutant]] = [
     # Harnesses that prove nothing.
     blind("DeafHarness", loss=lambda self, p, g: framework.pull(p, [[0.0] * len(slopes) for slopes in g])),
     blind("SlowHarness", optimizer=lambda self, p, momentum: framework.Optimizer(p, 0.25, momentum / 2)),
+    blind("ClaimsToWatch", guards_raw_steps=True, watches_others=True, watches_true=True),
     # Scaling and unscaling.
     verbs("NeverUnscales", unscale=lambda self, grads, scale: Toy.unscale(self, grads, 1.0)),
     verbs("UnscalesTwice", unscale=lambda self, grads, scale: Toy.unscale(self, grads, scale * scale)),
@@ -212,6 +215,12 @@ MUTANTS: Final[list[Mutant]] = [
         "CountsInfAsFinite", ToyProbe, watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), inf_is_finite)
     ),
     room("WatchesOutputsOnly", ToyProbe, watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), no_inputs)),
+    room(
+        "NamesModelsByTheirClass",
+        ToyProbe,
+        watch=lambda self, *args: blinkered(ToyProbe.watch(self, *args), one_name_a_class),
+    ),
+    room("SamplesEachTensor", ToyProbe, watch=samples_each_tensor),
     room("ReadsOnBehindTheRegion", ToyProbe, watch=watches_on),
     room("WatchesWithRounding", ToyProbe, watch=watches_rounded),
     room(

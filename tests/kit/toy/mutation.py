@@ -124,10 +124,10 @@ def _divide(grads: Sequence[Tensor | None], factor: float) -> None:
 
 def never_skips(self: ToyOptimizer, grads: Any = None) -> None:
     """Apply gradients that are not finite, too."""
-    pending = self._unscaled is None and self.ampx_member.stage == "scaled"
+    pending = self._pending.unscaled is None and self.ampx_member.stage == "scaled"
     if pending:
         self.ampx_unscale()
-    if self._unscaled is not None and not self._unscaled.finite:
+    if self._pending.unscaled is not None and not self._pending.unscaled.finite:
         self.optimizer.step()
     ToyOptimizer.step(self, grads)
 
@@ -149,8 +149,8 @@ def unscales_again(self: ToyOptimizer) -> None:
 def forgets_overflow(self: ToyOptimizer) -> None:
     """Unscale, and forget what was seen."""
     ToyOptimizer.ampx_unscale(self)
-    if self._unscaled is not None:
-        self._unscaled = Unscaled(self._unscaled.grads, True)
+    if self._pending.unscaled is not None:
+        self._pending.unscaled = Unscaled(self._pending.unscaled.grads, True)
 
 
 def own_group(wrapped: ToyOptimizer) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import ampx
-from ampx.backend import CastPlan, Device
+from ampx.backend import CastPlan, Device, leaves, map_leaves
+from ampx.modules import FORCES, WATCHERS, CallInterceptors, Names, last_match
 from ampx.numerics.probe import Probe, Replayed, Step, Watching
 from ampx.numerics.rounding import HostLog, describe, round_to
-from ampx.numerics.watching import FORCES, WATCHERS, Calls, Log, Names, last_match
+from ampx.numerics.watching import GradientLog, Log
 from toy import framework
 from toy.framework import FLOATING, CastingState, Module, Tensor
 from toy.verbs import casting_of
 
 # Who stands around the calls of modules.
-calls: Final = Calls(
+calls: Final = CallInterceptors(
     lambda: framework.around_modules.append(calls.run), lambda: framework.around_modules.remove(calls.run)
 )
 
@@ -30,16 +32,16 @@ class Watcher:
         self.log = HostLog(watching)
         self.inside = [("", "")]  # name and class of the modules that run, the outermost first
 
-    def behind(self, tensor: Tensor, where: tuple[str, str], operation: str) -> Tensor:
+    def behind(self, tensor: Tensor, gradients: GradientLog, place: int) -> Tensor:
         """Return a tensor whose gradient is read."""
 
         def noted(upstream: tuple[Any, ...]) -> tuple[Any, ...]:
-            self.log.note(where, operation, "backward", tensor.dtype, upstream)
+            self.log.put(gradients.at(place), place, tensor.dtype, upstream)
             return upstream
 
         return Tensor(tensor.data, tensor.dtype, [(tensor, noted)])
 
-    def call(self, module: Module, forward: Callable[..., Any], inputs: tuple[Any, ...], options: Any) -> Tensor:
+    def call(self, module: Module, forward: Callable[..., Any], inputs: tuple[Any, ...], options: Any) -> Any:
         """Read the output of a module, and its gradient once it is there."""
         name = self.names.of(module)
         if name is None:
@@ -50,13 +52,23 @@ class Watcher:
             output, seconds = self.log.timed(lambda: None, forward, inputs, options)
         finally:
             self.inside.pop()
-        self.log.note(where, "", "forward", output.dtype, output.data, [x.data for x in inputs], seconds)
-        return self.behind(output, where, "")
+        if not self.log.watching.watches(name):
+            return output
+        tensors = [tensor for value in inputs for tensor in leaves(value)]
+        entry = self.log.add(*where, "", "forward", sizes := [len(tensor.data) for tensor in leaves(output)])
+        entry.seconds, entry.inputs = seconds, [self.log.reduced(tensor.data) for tensor in tensors]
+        for place, tensor in enumerate(leaves(output)):
+            self.log.put(entry, place, tensor.dtype, tensor.data)
+        gradients, places = GradientLog(self.log, *where, sizes=sizes), itertools.count()
+        return map_leaves(output, lambda tensor: self.behind(tensor, gradients, next(places)))
 
     def around_operation(self, name: str, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Read the output of an operation, and the gradients of its inputs."""
         where = self.inside[-1]
-        output = call(*(self.behind(tensor, where, name) for tensor in inputs))
+        if not self.log.watching.watches(where[0]):
+            return call(*inputs)
+        logs = [GradientLog(self.log, *where, name, [len(tensor.data)]) for tensor in inputs]
+        output = call(*(self.behind(tensor, log, 0) for tensor, log in zip(inputs, logs, strict=True)))
         self.log.note(where, name, "forward", output.dtype, output.data, [x.data for x in inputs])
         return output
 

@@ -54,7 +54,7 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """Walk over the parameters that an optimizer updates: the float32 masters where there are some.
 
-    After a `scale_loss` block their gradients are true, so this is what to clip.
+    After a `scale_loss` block their gradients are unscaled, so this is what to clip.
     """
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -32,7 +32,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Return the loss in float32 times its loss scale; when the block ends, gradients are true.
+    """Return the loss in float32 times its loss scale; when the block ends, gradients are unscaled.
 
     A loss of several elements needs its own way of calling backward. Nothing needs `model`.
 
@@ -142,7 +142,7 @@ class LossesInTurn(ApexOptimizer):
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Scale the next loss; when the block ends, gradients are true.
+        """Scale the next loss; when the block ends, gradients are unscaled.
 
         Raises:
             ProtocolError: There were as many losses as `num_loss` says, and no step since.
@@ -213,7 +213,7 @@ class AmpHandle:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
-        """Scale a loss; when the block ends, gradients are true, and the next step may be skipped.
+        """Scale a loss; when the block ends, gradients are unscaled, and the next step may be skipped.
 
         A raw optimizer becomes one that can skip, in place. All optimizers of a handle share its loss scale.
 

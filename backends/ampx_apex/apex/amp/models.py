@@ -112,7 +112,7 @@ class _Replicate:
 
 
 def cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-    """Cast what goes into a model and what comes out."""
+    """Cast the inputs and outputs of a model."""
     model.forward = CastForward(model, inputs, outputs, vars(model).get("forward"))
     model._replicate_for_data_parallel = _Replicate(model, inputs, outputs)
 

@@ -1,4 +1,4 @@
-"""The optimizer that `initialize` hands back: the script's own object, with true gradients after every block.
+"""The optimizer that `initialize` hands back: the script's own object, with unscaled gradients after every block.
 
 apex made gradients true when a `scale_loss` block ended, and added them to those of earlier blocks. So does this:
 what hangs on the parameters between two blocks is true, whatever scales the blocks had, and can be clipped, read or
@@ -36,7 +36,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     """A script's optimizer after `initialize`.
 
     It does not stand on torch's own step, which unscales, checks and moves the scale in one go: `apex.amp` decides
-    about every block when the block ends, so what is left for the step are true gradients and what was decided.
+    about every block when the block ends, so what is left for the step are unscaled gradients and what was decided.
 
     Attributes:
         ampx_member: Its place in the protocol.
@@ -93,7 +93,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     # -- one block ---------------------------------------------------------------------------------
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Put true gradients aside, so that scaled ones are not added to them; the stage is "interrupted" then."""
+        """Put unscaled gradients aside, so that scaled ones are not added to them; the stage is "interrupted" then."""
         member = self.ampx_member
         self._amp_lazy_init()
         self.verdict = Verdict()
@@ -119,7 +119,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             self._bring_back()
 
     def _put_aside(self) -> bool:
-        """Put the gradients aside; tell whether there were some."""
+        """Put the gradients aside; return whether there were any."""
         if self.masters is not None:
             _pull_foreign(self.masters)
         put_aside(self, self._aside)
@@ -153,7 +153,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self._unscale()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Clip the true gradients and give their norm before, a float32 scalar tensor."""
+        """Clip the unscaled gradients and return their norm before, a float32 scalar tensor."""
         self.ampx_unscale()
         finite = self.finite()
         self.ampx_member.begin_change()
@@ -330,7 +330,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self.ampx_member.end_change()
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
-        """Make gradients true that carry the scale of a loss; `scaler.update_scale` or the step moves it."""
+        """Unscale gradients that carry the scale of a loss; `scaler.update_scale` or the step moves it."""
         self.ampx_member.note_scaled(scaler.loss_scale(), scaler.loss_id)
         self._unscale()
         if not self.verdict.finite:

@@ -35,7 +35,7 @@ def add(module: Any, name: str, kind: Kind) -> None:
 
 
 def entries(device: str) -> tuple[list[Any], list[Any]]:
-    """Return what goes into `allow` and `deny`: registered functions that are operations of torch."""
+    """Return the entries for `allow` and `deny`: registered functions that are operations of torch."""
     allow: list[Any] = []
     deny: list[Any] = []
     for (module, name), kind in _all().items():

@@ -14,7 +14,7 @@ _LIMIT: Final = 2.0**127  # the largest power of two in float32
 
 
 class _Scaler:
-    """What the two loss scales share. It scales a loss, finds overflows and is told of them."""
+    """The common part of the two loss scales: scale a loss, find overflows, and take note of them."""
 
     def __init__(self, config: LossScale) -> None:
         self._config = config

@@ -21,7 +21,7 @@ __all__ = ["OptimizerWithMixedPrecision", "decorate"]
 
 
 class _Chosen:
-    """What `install` was told that decorated optimizers compute in."""
+    """The dtype of decorated optimizers, as passed to `install`."""
 
     dtype: str = "auto"
 

@@ -1,4 +1,4 @@
-"""Floating dtypes: what they can hold."""
+"""Floating dtypes: what they can hold; and which elements are a sample of a tensor."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from ampx.errors import UnsupportedDtypeError
-from ampx.policy import normalise_dtype
+from .errors import UnsupportedDtypeError
+from .policy import normalise_dtype
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,18 @@ class Format:
         return self.smallest / 2
 
     @property
+    def halfway(self) -> float:
+        """Magnitude half-way between the largest number and what would come next.
+
+        It rounds to even: away from a significand of ones, but not from that of a dtype without infinities.
+        """
+        return self.largest + 2.0 ** (math.frexp(self.largest)[1] - self.bits - 1)
+
+    @property
     def overflows_from(self) -> float:
         """Smallest magnitude, of those that float32 holds, that rounds to infinity, or to NaN where there is none."""
-        exponent = math.frexp(self.largest)[1]
-        halfway = self.largest + 2.0 ** (exponent - self.bits - 1)
-        # Half-way rounds to even: away from a significand of ones, but not from that of a dtype without infinities.
-        return halfway if self.infinite else halfway + 2.0 ** (exponent - FORMATS["float32"].bits)
+        ulp = 2.0 ** (math.frexp(self.largest)[1] - FORMATS["float32"].bits)
+        return self.halfway if self.infinite else self.halfway + ulp
 
 
 # IEEE 754 binary16 and binary32; bfloat16; OCP 8-bit floating point 1.0 (2023), table 1.
@@ -88,3 +94,8 @@ def spelled(name: str) -> str:
         except UnsupportedDtypeError:
             simulated = ""
         raise UnsupportedDtypeError(f"--dtype: {error}{simulated}") from error
+
+
+def stride(elements: int, samples: int) -> int:
+    """Return the distance between the elements of a sample."""
+    return max(1, -(-elements // samples))

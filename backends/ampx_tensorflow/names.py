@@ -14,6 +14,8 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
+from ampx.modules import Names
+
 # Receives the call, the module's own function, and the arguments; returns what the call returns.
 Around: TypeAlias = Callable[["Call", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 # The frameworks' own classes call one another; only those of the user are modules that are called.
@@ -129,53 +131,40 @@ class Modules:
     """The modules of a model by name, or of every model that is called.
 
     Attributes:
+        names: Names of all modules so far.
         on_root: Called for every model once it has names, with its modules.
     """
 
     def __init__(self, model: Any | None) -> None:
         """Name the modules of a model; None: of those that are called from now on."""
         self._any = model is None
-        self._names: dict[int, Call] = {}  # which keep the modules alive, so that no other gets their identity
-        self._roots: dict[str, int] = {}
+        self._calls: dict[int, Call] = {}  # which keep the modules alive, so that no other gets their identity
         self._stack = _Stack()
-        self._held = model
         self.on_root: Callable[[list[Call]], None] = lambda calls: None
-        if model is not None:
-            self._add("", model)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all modules so far."""
-        return [call.name for call in self._names.values()]
+        self.names: Final = Names(model, walk, self._added)
 
     @property
     def innermost(self) -> Call | None:
         """The module that runs in the calling thread."""
         return self._stack.calls[-1] if self._stack.calls else None
 
-    def _add(self, name: str, model: Any) -> list[Call]:
-        new = [Call(name, module) for name, module in walk(model, name) if id(module) not in self._names]
-        self._names.update((id(call.module), call) for call in new)
-        return new
+    def _added(self, modules: list[tuple[str, Any]]) -> None:
+        calls = {id(module): Call(name, module) for name, module in modules}
+        self._calls.update(calls)
+        self.on_root(list(calls.values()))
 
     def start(self) -> None:
         """Report what was named at the beginning."""
-        self.on_root(list(self._names.values()))
+        self.on_root(list(self._calls.values()))
 
     def _find(self, module: Any) -> Call | None:
         """Return a module by its name; None for one that is not of the model."""
-        call = self._names.get(id(module))
-        if call is not None:
-            return call
         outer = self.innermost
-        if outer is not None:  # made after the names were taken
-            self.on_root(self._add(join(outer.name, getattr(module, "name", type(module).__name__)), module))
-        elif self._any:
-            kind = type(module).__name__
-            number = self._roots[kind] = self._roots.get(kind, 0) + 1
-            first = not self._names
-            self.on_root(self._add("" if first else f"{kind}:" if number <= 2 - first else f"{kind}_{number}:", module))
-        return self._names.get(id(module))
+        if id(module) not in self._calls and outer is not None:  # made after the names were taken
+            self.names.add(module, join(outer.name, getattr(module, "name", type(module).__name__)))
+        elif id(module) not in self._calls:
+            self.names.of(module)
+        return self._calls.get(id(module))
 
     @contextmanager
     def around(self, around: Around, in_graphs: bool) -> Iterator[None]:
@@ -203,7 +192,7 @@ class Modules:
                     classes.add(kind)
                     waiting += kind.__subclasses__()
         else:
-            classes = {kind for call in self._names.values() for kind in type(call.module).__mro__}
+            classes = {kind for call in self._calls.values() for kind in type(call.module).__mro__}
         layers = tuple(owners)
         users = (kind for kind in classes if issubclass(kind, tf.Module) and not kind.__module__.startswith(_OWN))
         return owners + [kind for kind in users if "__call__" in vars(kind) and not issubclass(kind, layers)]

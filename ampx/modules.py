@@ -1,0 +1,206 @@
+"""The modules of a model: their names, patterns of these, and interceptors of their calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from .backend import CastPlan, module_patterns
+from .errors import UnsupportedOpError
+
+# The order of interceptors, from the outside to the inside: what rounds the gradients of outputs, where a framework has
+# no other way to round them before they are watched; what watches; what forces.
+Rank: TypeAlias = Literal[0, 1, 2]
+GRADIENTS: Final = 0
+WATCHERS: Final = 1
+FORCES: Final = 2
+# So many names are shown in a message.
+_SHOWN: Final = 8
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+class Names:
+    """The names of modules: within a model, or within the outermost modules that are called.
+
+    Of several such models the first has plain names. Those of another begin with its class (`"Net:fc"`), and where
+    that is taken with its class and a number (`"Net#2:fc"`).
+    """
+
+    def __init__(
+        self,
+        model: Any | None,
+        named: Callable[[Any], Iterable[tuple[str, Any]]],
+        added: Callable[[list[tuple[str, Any]]], Any] = lambda modules: None,
+    ) -> None:
+        """Name the modules of a model; without one, name modules as they are called.
+
+        Args:
+            model: The model, or None.
+            named: Lists the modules in a module with their names, itself (or what it wraps) included as "".
+            added: Is called with what has got names, and these.
+        """
+        self._named, self._added = named, added
+        self._names: dict[int, str] = {}
+        self._kept: list[Any] = []  # so that a number stays that of the same module
+        self._open = model is None
+        self._prefixes: set[str] = set()
+        if model is not None:
+            self.add(model, "")
+
+    def of(self, module: Any) -> str | None:
+        """Return the name of a module that is called; None where it is not part of the model."""
+        name = self._names.get(id(module))
+        if name is None and self._open:
+            root = next((part for name, part in self._named(module) if not name), module)
+            name = self.add(module, self._free_prefix(type(root).__name__))
+        return name
+
+    def __iter__(self) -> Iterator[str]:
+        """Walk over all names so far."""
+        return iter(dict.fromkeys(self._names.values()))
+
+    def add(self, root: Any, prefix: str) -> str:
+        """Name the modules in a module that have no name yet; return the module's own."""
+        new = []
+        for name, part in self._named(root):
+            if id(part) not in self._names:
+                new.append((prefix + name, part))
+                self._keep(part, prefix + name)
+        if id(root) not in self._names:  # it wraps what has its name
+            self._keep(root, prefix)
+        self._added(new)
+        return self._names[id(root)]
+
+    def _keep(self, module: Any, name: str) -> None:
+        self._kept.append(module)
+        self._names[id(module)] = name
+
+    def _free_prefix(self, kind: str) -> str:
+        prefix, count = f"{kind}:" if self._prefixes else "", 1
+        while prefix in self._prefixes:
+            count += 1
+            prefix = f"{kind}#{count}:"
+        self._prefixes.add(prefix)
+        return prefix
+
+    def check(self, patterns: Iterable[str], call: str) -> None:
+        """Raise for a pattern that matches no module, where the model is known.
+
+        Raises:
+            UnsupportedOpError: There is one.
+        """
+        if not self._open:
+            check_patterns(call, patterns, list(self))
+
+
+def outer_name(name: str) -> str | None:
+    """Return the name of the module around another; None for the outermost."""
+    if "." in name:
+        return name.rpartition(".")[0]
+    prefix, colon, _ = name.rpartition(":")
+    return None if name == prefix + colon else prefix + colon
+
+
+# -- patterns ----------------------------------------------------------------------------------------------------------
+
+
+def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+    """Return the patterns that match none of some names."""
+    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Return the first of some names, for a message."""
+    return f"{', '.join(names[:_SHOWN]) or 'none'}{', …' if len(names) > _SHOWN else ''}"
+
+
+def check_patterns(call: str, patterns: Iterable[str], names: Sequence[str], advice: str = "Correct it.") -> None:
+    """Raise for a pattern that matches none of the names of a model's modules.
+
+    Raises:
+        UnsupportedOpError: There is one.
+    """
+    for pattern in unmatched(patterns, names):
+        raise UnsupportedOpError(
+            f"{call} got the pattern {pattern!r}, which matches no module of the model; accepted: patterns of "
+            f"names such as {some_names([*map(repr, names)])}. {advice}"
+        )
+
+
+def last_match(name: str, dtypes: Mapping[str, str]) -> str | None:
+    """Return what the last pattern that matches a name stands for; None where none matches."""
+    return next((dtypes[pattern] for pattern in reversed(list(dtypes)) if fnmatchcase(name, pattern)), None)
+
+
+def inherited(name: str, dtype_of: Callable[[str], str | None]) -> str | None:
+    """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
+    own, outer = dtype_of(name), outer_name(name)
+    return own if own is not None or outer is None else inherited(outer, dtype_of)
+
+
+def module_dtypes(plan: CastPlan) -> dict[str, str]:
+    """Return the dtype of each pattern of modules in a plan, for `last_match`: deny outdoes allow."""
+    denied = dict.fromkeys(module_patterns(plan.deny), "float32")
+    allowed = [pattern for pattern in module_patterns(plan.allow) if pattern not in denied]
+    return {**dict.fromkeys(allowed, str(plan.dtype)), **denied}
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+class Interceptor(Protocol):
+    """Interceptors of module calls."""
+
+    def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Return what the call of a module returns, by calling `forward`."""
+
+
+class CallInterceptors:
+    """Interceptors of the calls of a framework's modules, in all threads.
+
+    Watchers stand outside of what forces modules, so that they see what it made of their outputs.
+    """
+
+    def __init__(self, install: Callable[[], None], uninstall: Callable[[], None]) -> None:
+        """Start without any.
+
+        Args:
+            install: Has calls of modules go through `run`; called when the first comes.
+            uninstall: Undoes it; called when the last has gone.
+        """
+        self._install, self._uninstall = install, uninstall
+        self._installed = False
+        self._entries: tuple[tuple[Rank, Interceptor], ...] = ()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def around(self, *entries: tuple[Rank, Interceptor]) -> Iterator[None]:
+        """Return a region with interceptors; of one rank, the last stands innermost."""
+        self._change(lambda: self._entries + entries)
+        try:
+            yield
+        finally:
+            self._change(lambda: tuple(entry for entry in self._entries if entry not in entries))
+
+    def _change(self, change: Callable[[], tuple[tuple[Rank, Interceptor], ...]]) -> None:
+        with self._lock:
+            self._entries = tuple(sorted(change(), key=lambda entry: entry[0]))
+            if bool(self._entries) is not self._installed:
+                (self._install if self._entries else self._uninstall)()
+                self._installed = bool(self._entries)
+
+    def run(self, module: Any, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Call a module."""
+        for _, entry in reversed(self._entries):
+            forward = partial(_intercepted, entry, module, forward)
+        return forward(*inputs, **options)
+
+
+def _intercepted(entry: Interceptor, module: Any, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    return entry.call(module, forward, inputs, options)
