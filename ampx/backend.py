@@ -373,6 +373,23 @@ class Forcing(Contract):
         """
 
 
+# The contracts that a backend can offer, by name. They stand beside the features that ask for them: core imports none.
+CONTRACTS: Final[Mapping[str, str]] = {
+    "probe": "ampx.numerics.probe:Probe",
+    "converter": "ampx.shipping.converter:Converter",
+    "automation": "ampx.run:Automation",
+    "demo": "ampx.cli.demo:Demo",
+}
+
+
+def are_offers(offers: object) -> bool:
+    """Return whether a backend may have these `offers`; what is named in them is not imported."""
+    return isinstance(offers, Mapping) and all(
+        name in CONTRACTS and (":" in place if isinstance(place, str) else isinstance(place, type))
+        for name, place in offers.items()
+    )
+
+
 # Contracts are passed as what makes one of a backend: mypy takes no abstract class as a `type`.
 Offered = TypeVar("Offered", bound=Contract)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import pluggy
 
-from .backend import Backend, Capabilities
+from .backend import CONTRACTS, Backend, Capabilities, are_offers
 from .errors import (
     AmbiguousFrameworkError,
     AmpxError,
@@ -166,6 +166,11 @@ def load_backend(registration: Registration) -> Backend:
         raise BackendLoadError(
             f"plugin {registration.plugin!r} gave {backend!r} for framework {registration.name!r}; accepted: an "
             f"instance of ampx.Backend with name={registration.name!r} and capabilities. Correct the plugin."
+        )
+    if not are_offers(backend.offers):
+        raise BackendLoadError(
+            f"backend {registration.name!r} of plugin {registration.plugin!r} has offers={backend.offers!r}; accepted: "
+            f"a mapping from {', '.join(CONTRACTS)} to 'module:class' or to the class. Correct the plugin."
         )
     return backend
 

@@ -63,7 +63,8 @@ def examine_framework(
     Returns:
         What `Framework` holds, and `state` (`"ready"`, `"no backend"`, `"broken"`, `"not installed"`), `problem`,
         `known_failure` (what to tell where tests of ampx fail with the installed release), `devices`,
-        `absent_devices`, `init`, and `mixed_precision`: `"native"`, `"emulated"` or `"none"`.
+        `absent_devices`, `init`, `unusable_offers` (by name, why they cannot be loaded), and `mixed_precision`:
+        `"native"`, `"emulated"` or `"none"`.
     """
     facts: dict[str, Any] = {**asdict(framework), "version": framework.version}
     answer: dict[str, Any] = {}
@@ -82,6 +83,7 @@ def examine_framework(
         devices=devices,
         absent_devices=answer.get("absent", {}),
         init=answer.get("init"),
+        unusable_offers=answer.get("unusable_offers", {}),
         mixed_precision=_precision(devices) if state == "ready" and answer["init"]["level"] != "O0" else "none",
     )
     return facts

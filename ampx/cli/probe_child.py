@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import ampx
-from ampx.backend import Backend, offer
+from ampx.backend import CONTRACTS, Backend, find_offer, offer
 from ampx.plugins import default_registry
 from ampx.policy import OptLevel
+from ampx.rooms import is_there
 
 
 def run(question: str, arguments: list[Any]) -> None:
@@ -72,6 +74,7 @@ def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
         answer["capabilities"], answer["offers"] = describe_capabilities(backend), list(backend.offers)
         answer["devices"], answer["absent"] = _devices(backend)
         answer["init"] = _init(name, backend)
+        answer["unusable_offers"] = _unusable_offers(backend)
     except Exception as error:
         answer["error"] = f"its ampx backend failed: {_describe(error)}"
     return answer
@@ -133,6 +136,20 @@ def _devices(backend: Backend) -> tuple[list[dict[str, Any]], dict[str, str]]:
         else:
             present.append({**{field.name: getattr(device, field.name) for field in fields(device)}})
     return present, absent
+
+
+def _unusable_offers(backend: Backend) -> dict[str, str]:
+    """Return, by name, why what a backend offers cannot be loaded."""
+    reasons = {}
+    for name, place in backend.offers.items():
+        if not is_there(CONTRACTS[name].partition(":")[0]):
+            continue  # nobody asks for it: the feature has been taken out of ampx
+        try:
+            if find_offer(backend, pkgutil.resolve_name(CONTRACTS[name])) is None:
+                reasons[name] = f"{place} is not in this installation"
+        except (Exception, SystemExit) as error:
+            reasons[name] = _describe(error)
+    return reasons
 
 
 def _init(name: str, backend: Backend) -> dict[str, Any]:

@@ -205,6 +205,12 @@ def _print_verdict(console: Console, framework: dict[str, Any]) -> None:
         console.print(f"See it by itself with: python -c 'import {framework['module']}'")
     if framework["known_failure"]:
         console.print(f"[yellow]{framework['name']}:[/] {escape(framework['known_failure'])}.", soft_wrap=True)
+    for name, reason in framework["unusable_offers"].items():
+        console.print(
+            f"[yellow]{framework['name']}:[/] what its backend offers as {name!r} cannot be loaded: "
+            f"{escape(reason.rstrip('.'))}.",
+            soft_wrap=True,
+        )
     chosen = framework["init"]
     if chosen:
         what = chosen["dtype"] or "float32: mixed precision stays off"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 import ampx
+from ampx.cli.capability_table import FACTS
+
+TESTS = Path(__file__).parents[1]
 
 GHOST = """
 import ampx
@@ -22,6 +26,56 @@ def ampx_register_backends(register):
 def without_frameworks(monkeypatch):
     """What is tested here is said of any framework, and importing a real one takes seconds: see test_smoke.py."""
     monkeypatch.setenv("AMPX_DISABLE_PLUGINS", "torch,tensorflow,mxnet,paddle,jax")
+
+
+CLOSURE = "test_overflow_in_any_lbfgs_evaluation_puts_parameters_and_state_back"
+# By framework, what shows each fact: a test, or the kit with a harness of that kind.
+SHOWN = {
+    "torch": {
+        "closures": f"torch/test_closures.py::{CLOSURE}",
+        "sparse": "torch/test_optimizer_delegation.py::"
+        "test_sparse_gradients_step_as_in_plain_torch_and_their_overflow_is_seen",
+        "distributed": "torch/test_distributed.py::test_ddp_overflow_on_one_rank_is_skipped_on_all",
+        "device scale": "torch/test_sync.py::test_the_trace_on_the_device_is_the_specifications",
+    },
+    "tensorflow": {
+        "sparse": "tensorflow/test_optimizer.py::test_sparse_gradients",
+        "distributed": "tensorflow/test_distributed.py::test_an_overflow_on_one_replica_makes_all_skip",
+        "device scale": "tensorflow/test_graph.py::test_the_trace_is_the_reference_and_a_skip_changes_nothing",
+        "traceable": "tensorflow/test_optimizer.py::test_a_function_traced_before_the_first_step_follows_the_scale",
+    },
+    "mxnet": {
+        "sparse": "mxnet/test_trainer.py::test_sparse_gradients_are_scaled_checked_and_clipped",
+        "distributed": "mxnet/test_distributed.py::"
+        "test_an_overflow_on_one_worker_makes_both_skip_and_the_first_step_keeps_the_weights",
+    },
+    "paddle": {
+        "closures": f"paddle/test_closures.py::{CLOSURE}",
+        "sparse": "paddle/test_writes.py::test_sparse_gradients_that_are_never_cleared_add_up_too",
+        "distributed": "paddle/test_distributed.py::test_an_overflow_on_one_rank_makes_both_skip",
+    },
+    "jax": {
+        "distributed": "jax/test_optimizer.py::test_overflow_on_one_of_two_devices_skips_on_both_under_jit",
+        "device scale": "jax/test_lowered_for_cuda.py::test_each_level_computes_in_its_dtypes_and_the_host_has_no_part",
+        "traceable": "jax/test_optimizer.py::test_trace_under_jit_is_the_reference_trace_and_compiles_once",
+        "state values": "conformance/test_jax.py::JaxHarness(ValueHarness)",
+    },
+}
+
+
+def test_a_test_shows_every_fact_that_no_code_asks_for():
+    assert {framework: set(shown) for framework, shown in SHOWN.items()} == {
+        framework: set(facts) for framework, facts in FACTS.items()
+    }
+    for framework, shown in SHOWN.items():
+        for fact, place in shown.items():
+            file, _, name = place.partition("::")
+            source = (TESTS / file).read_text()
+            assert framework in file
+            assert f"\ndef {name}(" in source or f"\nclass {name}:" in source, (framework, fact)
+        assert ("closures" in shown) == (
+            "closures = True" in (TESTS / "conformance" / f"test_{framework}.py").read_text()
+        )
 
 
 def test_json_holds_every_declared_capability(ampx_command):

@@ -146,6 +146,28 @@ def test_framework_that_imports_while_its_backend_fails_is_broken(ampx_command):
     assert framework["problem"].startswith("its ampx backend failed: BackendLoadError")
 
 
+def test_an_offer_that_cannot_be_loaded_is_named_and_training_is_ready(ampx_command):
+    add_feeble(
+        ampx_command,
+        "from toy.implicit import ImplicitToy\n"
+        "class Backend(ImplicitToy):\n"
+        "    name = 'feeble'\n"
+        "    offers = {**ImplicitToy.offers, 'converter': 'toy.inference:Missing', 'demo': 'feeble.nowhere:Demo'}\n",
+    )
+    framework = only(examine(ampx_command, "--framework", "feeble", code=0))
+    assert (framework["state"], framework["problem"], list(framework["unusable_offers"])) == (
+        "ready",
+        None,
+        ["converter", "demo"],
+    )
+    assert framework["unusable_offers"]["demo"] == "feeble.nowhere:Demo is not in this installation"
+    text = ampx_command("doctor", "--framework", "feeble", code=0).stdout
+    assert (
+        "feeble: what its backend offers as 'converter' cannot be loaded: BackendLoadError: backend 'feeble' offers "
+        "'toy.inference:Missing' as 'converter'; accepted: 'module:class'" in text
+    )
+
+
 def test_a_backend_that_casts_nothing_is_ready_and_trains_in_float32(ampx_command):
     """As one that has just been written: it passes the kit, and declares level O0 only."""
     add_feeble(

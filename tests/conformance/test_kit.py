@@ -100,7 +100,6 @@ def test_a_declared_ability_without_its_verb_is_told_by_name():
 @pytest.mark.parametrize(
     ("name", "offers", "error", "message"),
     [
-        ("Misspelt", {"probes": "toy.numerics:ToyProbe"}, AssertionError, "accepted: probe, converter, automation"),
         ("NoClass", {"probe": "toy.numerics:Nothing"}, ampx.BackendLoadError, "'toy.numerics:Nothing' as 'probe'"),
         ("Other", {"probe": "toy.inference:ToyConverter"}, ampx.BackendLoadError, "is derived from ampx.numerics"),
         ("Abstract", {"probe": Probe}, ampx.BackendLoadError, "which lacks force, replay, watch"),

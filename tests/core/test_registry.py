@@ -1,6 +1,7 @@
 """Plugins are found lazily, one at a time, and a broken one harms nobody else."""
 
 import os
+import pkgutil
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import types
 import pytest
 
 import ampx
+from ampx.backend import CONTRACTS, Contract
 from ampx.plugins import Registry
 
 
@@ -317,6 +319,28 @@ def test_what_is_no_backend_of_that_name_is_refused(load):
     registry = Registry([Dist("fw", lambda: plugin("fw", load))])
     with pytest.raises(ampx.BackendLoadError, match="fw"):
         registry.load("fw")
+
+
+@pytest.mark.parametrize(
+    "offers",
+    [None, ("probe",), {"probes": "module:Probe"}, {1: "module:Probe"}, {"probe": "module"}, {"probe": 1}],
+)
+def test_offers_under_names_that_no_feature_asks_for_are_refused(offers):
+    load = type("Offering", (backend_of("fw"),), {"offers": offers})
+    with pytest.raises(ampx.BackendLoadError, match="a mapping from probe, converter, automation, demo to 'module:"):
+        Registry([Dist("fw", lambda: plugin("fw", load))]).load("fw")
+
+
+def test_what_is_offered_is_not_imported_with_the_backend():
+    load = type("Offering", (backend_of("fw"),), {"offers": {"probe": "nowhere:Probe", "demo": ampx.Backend}})
+    assert Registry([Dist("fw", lambda: plugin("fw", load))]).load("fw").offers["probe"] == "nowhere:Probe"
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_contract_has_the_name_under_which_it_is_offered(name):
+    contract = pkgutil.resolve_name(CONTRACTS[name])
+    assert issubclass(contract, Contract)
+    assert contract.name == name
 
 
 @pytest.mark.parametrize("name", ["torhc", "", None, 3, ["good"]])

@@ -4,6 +4,9 @@ import ast
 import re
 from pathlib import Path
 
+import ampx
+from ampx.backend import CONTRACTS
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "writing-a-backend.md").read_text()
 EXAMPLE = DOCS / "example_backend"
@@ -44,6 +47,21 @@ def test_the_page_shows_the_whole_example():
         lines = path.read_text().splitlines()
         hidden = [line for row, line in enumerate(lines) if line.strip() and row not in included.get(path, ())]
         assert hidden == [], f"{path.name} has lines that the reader never sees"
+
+
+def test_the_page_counts_the_lines_of_the_small_contract():
+    tree = ast.parse((EXAMPLE / "src" / "ampx_autograd" / "backend.py").read_text())
+    (backend,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    verbs = [node for node in backend.body if isinstance(node, ast.FunctionDef)]
+    small = [verb for verb in verbs if verb.name in ampx.GenericBackend.__abstractmethods__]
+    assert small == verbs[: len(small)], "the others come behind, so that the small contract is the head of the file"
+    assert f"{len(small)} short methods, {small[-1].end_lineno} lines here" in PAGE
+
+
+def test_the_page_has_a_line_of_offers_for_each_contract():
+    assert set(re.findall(r'`"(\w+)": "ampx_autograd\.\w+:\w+"`', PAGE)) == set(CONTRACTS)
+    for name in CONTRACTS:
+        assert f": the {name}\n" in PAGE or f": {name}\n" in PAGE
 
 
 def test_the_page_copies_nothing():

@@ -35,7 +35,7 @@ CONTINUATION: Final = (*(0,) * 15, 1, 0, 1, 1, 0, *(1,) * 21, 0, 0, 0, 0)
 def built_in() -> list[str]:
     """List the frameworks whose backends ampx itself ships."""
     backends = pathlib.Path(__file__).parents[2] / "backends"
-    return sorted(path.name.removeprefix("ampx_") for path in backends.glob("ampx_*"))
+    return sorted(path.parent.name.removeprefix("ampx_") for path in backends.glob("ampx_*/backend.py"))
 
 
 class TransferSuite(KitTests):

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import Final
 
 import pytest
 
 import ampx
-from ampx.backend import Device, offer
+from ampx.backend import CONTRACTS, Device, offer
 from ampx.rooms import is_there
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW
 from ampx.testing.checks import refused
-
-# Where the contracts of ampx are; those of a feature that has been taken out are not.
-CONTRACTS: Final = {
-    "probe": "ampx.numerics.probe:Probe",
-    "converter": "ampx.shipping.converter:Converter",
-    "automation": "ampx.run:Automation",
-    "demo": "ampx.cli.demo:Demo",
-}
 
 
 class SessionTests(KitTests):
@@ -120,13 +111,10 @@ class CapabilityTests(KitTests):
         assert self.backend.device(device.name).name == device.name
 
     def test_what_is_offered_is_there(self) -> None:
-        """Every contract is one of ampx, and the class that is named fulfils it."""
-        assert set(self.backend.offers) <= set(CONTRACTS), f"accepted: {', '.join(CONTRACTS)}"
+        """The class that is named for a contract fulfils it."""
         for name in self.backend.offers:
             if name != "demo" and is_there(CONTRACTS[name].partition(":")[0]):  # its data set is not always installed
-                contract = pkgutil.resolve_name(CONTRACTS[name])
-                assert contract.name == name
-                assert offer(self.backend, contract).backend is self.backend
+                assert offer(self.backend, pkgutil.resolve_name(CONTRACTS[name])).backend is self.backend
 
     def test_only_raw_optimizers_are_optimizers(self) -> None:
         """Asked of raw ones, wrapped ones and other things, `is_optimizer` answers yes, no, no."""

@@ -275,11 +275,13 @@ MUTANTS: Final[list[Mutant]] = [
     room("KeepsTheSession", ToyAutomation, automate=lambda self, run: ToyAutomation.automate(stays(run))),
     # Backends that do what they do not declare.
     verbs("ClaimsBackward", ExplicitToy, capabilities=replace(ExplicitToy.capabilities, sees_backward=True)),
-    verbs("OffersWhatIsNone", offers={**Toy.offers, "probes": ToyProbe}),
+    verbs("OffersWhatIsNone", offers={**Toy.offers, "probe": "toy.numerics:Nothing"}),
     verbs("QuietOpLists", ExplicitToy, check_plan=lambda self, plan: plan),
     verbs("QuietClipping", BareToy, clip=lambda self, grads, max_norm, max_value: (grads, 1.0)),
     verbs("QuietBackward", ExplicitToy, watch_backward=lambda self, loss, scaled: lambda: None),
     # Mistakes of the core.
+    patched("RefusesNothing", ampx.Backend, "refuse", quiet, ExplicitToy),
+    patched("RefusesNothingOfBare", ampx.Backend, "refuse", quiet, BareToy),
     patched("SwallowsWrapErrors", Amp, "wrap_optimizer", quiet),
     patched("SwallowsScaleErrors", Amp, "scale_loss", quiet),
     patched("SwallowsLossErrors", ScaleLoss, "__enter__", quiet),
