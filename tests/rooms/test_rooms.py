@@ -96,11 +96,11 @@ import ampx, paddle
 paddle.seed(0)
 model = paddle.nn.Linear(4, 1)
 data, target = paddle.randn([32, 4]), paddle.ones([32, 1])
-amp = ampx.init(framework="paddle", dtype="bfloat16", loss_scale="dynamic", device="cpu")
+amp = ampx.init(framework="paddle", dtype="float32", loss_scale="dynamic", device="cpu")  # Paddle casts on GPUs only
 opt = ampx.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=model.parameters()))
 losses = []
 for _ in range(20):
-    loss = paddle.nn.functional.mse_loss(model(data).astype("float32"), target)
+    loss = paddle.nn.functional.mse_loss(model(data), target)
     with ampx.scale_loss(loss, opt) as scaled:
         scaled.backward()
     opt.step()
