@@ -12,7 +12,7 @@ from .annotate import Region
 from .events import Listener, StepResult
 from .plugins import default_registry
 from .scaling import LossT, ScaleLoss
-from .session import Amp, Gate, gives_state, region_dtype, sessions
+from .session import Amp, Gate, is_state_getter, region_dtype, sessions
 
 if TYPE_CHECKING:
     from . import framework_types as types
@@ -64,14 +64,14 @@ def clip_grad_norm(opt: Any, max_norm: float) -> Any:
 def gate(scheduler: Any, opt: Any) -> Gate:
     """Return a scheduler that waits for skipped steps: see `Amp.gate`."""
     followed = opt if type(opt) in (list, tuple) else [opt]
-    if any(map(gives_state, followed)) and len(sessions.all_sessions()) > 1:
+    if any(map(is_state_getter, followed)) and len(sessions.all_sessions()) > 1:
         # What a function gives tells whose it is, once there is a step.
         return Gate(scheduler, [partial(_last_step_of, item) for item in followed])
     return sessions.find("gate", opt).gate(scheduler, opt)
 
 
 def _last_step_of(followed: Any) -> StepResult | None:
-    return last_step(followed() if gives_state(followed) else followed)
+    return last_step(followed() if is_state_getter(followed) else followed)
 
 
 def prepare(model: Any, opt: Any = None) -> Any:

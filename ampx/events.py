@@ -81,7 +81,7 @@ class ScaleCollapsed(Event):
 
     @property
     def advice(self) -> str:
-        """Who says where it fails and why."""
+        """The module or plugin that says where it fails and why."""
         return "`ampx diagnose` of the script, or ampx.diagnose(step, model), says where and why."
 
 

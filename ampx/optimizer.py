@@ -139,7 +139,7 @@ class WrappedOptimizer(Handle):
     def ampx_after_backward(self, loss_id: int) -> None:
         """Tidy up after a `scale_loss` body that ended without an exception."""
 
-    def ampx_watch(self, scale: Scalar) -> Any:
+    def ampx_snapshot_gradients(self, scale: Scalar) -> Any:
         """Snapshot the gradients before another optimizer's body; return a function that says whether they changed.
 
         None where that would not matter, or the wrapper knows otherwise.
@@ -147,7 +147,7 @@ class WrappedOptimizer(Handle):
         return None
 
     def ampx_notice_foreign(self, before: Any, scale: Scalar) -> None:
-        """Note gradients to which a body of other optimizers has written; `before` is what `ampx_watch` returned."""
+        """Note gradients that a body of other optimizers has written to since the snapshot `before`."""
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Undo `ampx_before_backward` after a body that raised."""
@@ -311,7 +311,7 @@ class GenericOptimizer(WrappedOptimizer):
                     )
 
     def _look_again(self) -> Unscaled:
-        """Test unscaled gradients that hang on parameters once more: somebody may have written to them since."""
+        """Test unscaled gradients that hang on parameters once more: they may have been written to since."""
         grads, finite = self._backend.gradients(self.optimizer), bool(self._pending.unscaled.finite)
         unscaled = self._pending.unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
         return unscaled

@@ -134,7 +134,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Standing:
+class PendingProgress:
     """A step of which `Progress` is due."""
 
     step: int  # its number
@@ -192,7 +192,7 @@ class ScaleGroup:
     meter_asked: bool = False  # whether somebody said so, and not the default
     intervals: Sequence[int] = ()  # every so many steps somebody wants `Progress`; those who log change it
     skipped: dict[int, int] = field(default_factory=dict)  # skipped steps by loss id
-    _due: list[Move | Standing] = field(default_factory=list)
+    _due: list[Move | PendingProgress] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states.setdefault(0, self.config.initial_state())
@@ -284,7 +284,7 @@ class ScaleGroup:
                 outcome.member._result = result  # a StepResult once somebody looks: here every step would wait for it
         if scales is not None:
             norms = () if False in finite_by_loss.values() else tuple(outcome.grad_norm for outcome in window)
-            self._due.append(Standing(self.steps, scales, dict(self.states), dict(self.skipped), norms))
+            self._due.append(PendingProgress(self.steps, scales, dict(self.states), dict(self.skipped), norms))
 
     def reports(self, step: int, since: int | None = None) -> bool:
         """Return whether a listener wants `Progress` of a step.
@@ -335,9 +335,9 @@ class ScaleGroup:
                 *labels, *numbers, tuple(name for member in self.members for name in member.culprits())
             )
 
-    def _events_due(self, entry: Move | Standing) -> Iterator[Event]:
+    def _events_due(self, entry: Move | PendingProgress) -> Iterator[Event]:
         """Return the events of what is due. Sync: where a norm that is wanted is on the device."""
-        if isinstance(entry, Standing):
+        if isinstance(entry, PendingProgress):
             norms = entry.norms
             if None in norms and entry.step == self.steps:  # steps of compiled code leave their norm with the member
                 norms = tuple(None if member.result is None else member.result.grad_norm for member in self.members)
@@ -347,12 +347,12 @@ class ScaleGroup:
         steps, loss_id, before, after, finite = entry
         return self.events_of((self.framework, self.index, loss_id, steps), before, after, finite)
 
-    def progress_of(self, standing: Standing, grad_norm: float | None) -> Iterator[Event]:
+    def progress_of(self, pending: PendingProgress, grad_norm: float | None) -> Iterator[Event]:
         """Return `Progress` of one step, one for every loss id."""
-        for loss_id, scale in sorted(standing.scales.items()):
-            after = standing.states.get(loss_id) or self.config.initial_state()
-            labels = (self.framework, self.index, loss_id, standing.step)
-            skipped = standing.skipped.get(loss_id, 0)
+        for loss_id, scale in sorted(pending.scales.items()):
+            after = pending.states.get(loss_id) or self.config.initial_state()
+            labels = (self.framework, self.index, loss_id, pending.step)
+            skipped = pending.skipped.get(loss_id, 0)
             yield Progress(*labels, scale, after.scale, after.consecutive_skips, skipped, grad_norm)
 
     def __getstate__(self) -> dict[str, Any]:

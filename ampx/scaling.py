@@ -122,7 +122,7 @@ class ScaleLoss(Generic[LossT]):
                 self._watched = [
                     (optimizer, before)
                     for optimizer in amp.others(optimizers)
-                    if (before := optimizer.ampx_watch(scale)) is not None
+                    if (before := optimizer.ampx_snapshot_gradients(scale)) is not None
                 ]
             plan = amp.casting
             if plan is not None:

@@ -308,7 +308,7 @@ class Amp:
 
     def _follow(self, opt: Any) -> Callable[[], StepResult | None]:
         """Return what returns the last step of a wrapped optimizer, or of the state that a function gives."""
-        if gives_state(opt):
+        if is_state_getter(opt):
             return lambda: self.last_step(opt())
         if isinstance(opt, WrappedOptimizer):
             return partial(getattr, opt, "last_step")  # unlike a function, copied with its optimizer
@@ -1146,7 +1146,7 @@ def new_group(framework: str, config: LossScale, enabled: bool = True) -> ScaleG
     return group
 
 
-def gives_state(opt: Any) -> bool:
+def is_state_getter(opt: Any) -> bool:
     """Return whether this is a function that gives the present state of an optimizer, as `gate` takes it."""
     return isroutine(opt) or isinstance(opt, partial)
 

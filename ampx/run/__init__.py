@@ -1,4 +1,4 @@
-"""What the core and a backend share while `ampx run` trains a script that nobody edited.
+"""What the core and a backend share while `ampx run` trains an unedited script.
 
 `ampx run` makes one `Run` for each framework that the script imports, and calls the backend's `automate(run)` as
 soon as the import is complete. What the backend patches there asks the `Run` for the session, tells its `Recorder`

@@ -142,7 +142,7 @@ class SampledGradient:
 
 
 class Observer(Protocol):
-    """Who looks at a run while it goes on: see `ampx.numerics`."""
+    """An observer of a run while it goes on: see `ampx.numerics`."""
 
     def loss(self, read: Callable[[], float]) -> None:
         """Note the loss of a backward, not scaled.
@@ -221,10 +221,10 @@ class Recorder:
         self.steps = 0  # steps of all optimizers
         self.turn: int | None = None  # the optimizer that stepped last, by the position of its loss scale
         self.sampled_steps = sampled_steps  # how many steps are sampled
-        # Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
+        # The observer; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
         self.observer: Observer | None = None
         # Takes what an optimizer trains in this step: a backend calls it before `stepped`, while gradients are there.
-        # None where nobody wants to know.
+        # None where it is not wanted.
         self.takes_gradients: Callable[[Iterable[SampledGradient]], None] | None = None
         # Keeps losses for a report; None where none is written.
         self.curve: LossCurve | None = None
@@ -243,12 +243,12 @@ class Recorder:
 
     @property
     def reads_losses(self) -> bool:
-        """Whether somebody wants to know the losses of some steps: what is compiled now hands them out."""
+        """Whether an observer wants the losses of some steps: what is compiled now returns them."""
         return self.observer is not None or self.curve is not None
 
     @property
     def wants_losses(self) -> bool:
-        """Whether somebody wants to know the loss of this step: a backend that sees it calls `saw_loss`."""
+        """Whether an observer wants the loss of this step: a backend that sees it calls `saw_loss`."""
         if self.observer is not None or self.curve is None:
             return self.observer is not None
         # Which optimizer steps next is not known, and each has a curve of its own.
@@ -374,7 +374,7 @@ class Recorder:
             self.scaled.append(what)
 
     def begin_child(self) -> None:
-        """Start anew in a process that is a copy of the one that was recorded."""
+        """Start anew in a copy of the recorded process."""
         for record in self.optimizers.values():
             if record.scales:
                 record.initial_scale = record.scales[-1][1]

@@ -380,7 +380,7 @@ class Run:
         records = list(self.recorder.optimizers.values())
         # Keras's `compile` makes one that a training step of the script's own never uses.
         trained = [record for record in records if record.steps] or records
-        # Once for each line that makes optimizers: that is where somebody writes it.
+        # Once for each line that makes optimizers: that is where it would be written.
         groups = list(dict.fromkeys(tuple(record.optimizers) for record in trained))
         count = sum(map(len, groups))
         if count < 2:

@@ -62,7 +62,7 @@ class Finished:
             run.begin_child()
 
     def close(self) -> None:
-        """End the runs, in a process whose regions nobody leaves. Sync: as `Amp.shutdown`."""
+        """End the runs, in a process whose regions are never left. Sync: as `Amp.shutdown`."""
         for run in self.runs:
             run.close()
         self.settle()

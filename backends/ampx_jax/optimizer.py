@@ -162,7 +162,7 @@ def wrap(
         looks = finite & (steps % every == 0) if every else None
         numbers = state.meter if looks is None else varying.switch(looks.astype(jnp.int32), [lambda: state.meter, look])
         if isinstance(looks, jax.core.Tracer):
-            returned = jax.tree.map(functools.partial(_behind, numbers), returned)
+            returned = jax.tree.map(functools.partial(_after_meter, numbers), returned)
         if copies is not None:
             returned, copies = masters.step(returned, state.masters, copies, params, finite)
         moved = next_state(state.settings.config, last.loss_scale, finite, where=_where)
@@ -335,7 +335,7 @@ def _looked_at(params: Any, seen: Any, updates: Any, grads: Any) -> list[meter.L
     return leaves
 
 
-def _behind(numbers: Any, update: Any) -> Any:
+def _after_meter(numbers: Any, update: Any) -> Any:
     """Return the update as it is, in a form that says to the compiler that the meter has looked.
 
     Nothing else orders the look before the addition that overwrites a parameter, and XLA would keep a copy of every

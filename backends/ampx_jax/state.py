@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import ampx
-from ampx.protocol import Handle, ScaleGroup, Standing, refuse_values
+from ampx.protocol import Handle, PendingProgress, ScaleGroup, refuse_values
 from ampx.scale_state import LossScale, LossScaleState, is_one
 from ampx.session import new_group
 
@@ -531,8 +531,8 @@ class StateHandle(Handle):
                 event = dataclasses.replace(event, parameters=tuple(name for name, _, _ in self.ampx_nonfinite))
             group.send(event)
         if group.reports(steps, since if since < steps else None):
-            standing = Standing(steps, {0: result.scale}, {0: after}, {0: self._numbers.skipped}, ())
-            for event in group.progress_of(standing, result.grad_norm):
+            pending = PendingProgress(steps, {0: result.scale}, {0: after}, {0: self._numbers.skipped}, ())
+            for event in group.progress_of(pending, result.grad_norm):
                 group.send(event)
         last = self.meter
         if last is not None and last.step > since:

@@ -97,7 +97,7 @@ def _held(gradient: Any) -> Any:
     return held
 
 
-def _behind(tensor: Any, look: Callable[[Any], Any]) -> Any:
+def _tapped(tensor: Any, look: Callable[[Any], Any]) -> Any:
     if tensor.stype != "default" or not mx.autograd.is_recording():
         return tensor
     # Native defect: custom functions write nothing to a parameter whose gradients are added up.
@@ -200,7 +200,7 @@ class _Watcher:
                 entry.place = line
                 self._take(entry, [gradient], place)
 
-            return _behind(leaf, look)
+            return _tapped(leaf, look)
 
         with _quiet():
             return dtypes.each(value, behind)
@@ -392,7 +392,7 @@ class _Rounding:
         if dtype is None or dtype not in SIMULATED or is_traced(inputs):
             return output
         with _quiet():
-            return dtypes.each(output, lambda leaf: _behind(leaf, lambda gradient: rounded(gradient, dtype)))
+            return dtypes.each(output, lambda leaf: _tapped(leaf, lambda gradient: rounded(gradient, dtype)))
 
 
 class _Rounded(mx.autograd.Function):

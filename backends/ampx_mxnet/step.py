@@ -433,7 +433,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._check_backward(loss_id)
 
     def _check_backward(self, loss_id: int) -> tuple[list[Any], bool] | None:
-        """Check as `ampx_check_backward`; before the first backward of a step, return what `_take_up` goes by."""
+        """Check as `ampx_check_backward`; before the first backward, return what `_rescale_existing` needs."""
         if self._must_be_prepared:
             self._check_prepared()
         session = casting.running_session()
@@ -463,7 +463,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """
         left = self._check_backward(loss_id)
         if left is not None:
-            self._take_up(*left, float(scale))
+            self._rescale_existing(*left, float(scale))
         elif self._is_another(loss_id):
             self._put_aside()
         self._reduced = False
@@ -548,7 +548,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             self._left = None
         return adding, fresh
 
-    def _take_up(self, adding: list[Any], fresh: bool, scale: float) -> None:
+    def _rescale_existing(self, adding: list[Any], fresh: bool, scale: float) -> None:
         """Bring gradients that are there before the first backward of a step to its scale."""
         left = self._left
         if left is not None and left != scale:

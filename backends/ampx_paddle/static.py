@@ -15,7 +15,7 @@ from ampx.backend import GenericBackend
 from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
 from ampx.events import Event, StepResult
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Ledger, Member, Outcome, ScaleGroup, Standing
+from ampx.protocol import Ledger, Member, Outcome, PendingProgress, ScaleGroup
 from ampx.scale_state import LossScaleState, next_state
 
 from . import casting
@@ -82,8 +82,8 @@ class GraphLedger(Ledger):
             group.skipped[0] = group.skipped.get(0, 0) + 1
         yield from group.events_of((group.framework, group.index, 0, steps), before, after, finite)
         if group.reports(steps):
-            standing = Standing(steps, {0: before.scale}, dict(group.states), dict(group.skipped), ())
-            yield from group.progress_of(standing, None)
+            pending = PendingProgress(steps, {0: before.scale}, dict(group.states), dict(group.skipped), ())
+            yield from group.progress_of(pending, None)
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
         """Return what the outcome holds; there are none."""

@@ -356,7 +356,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         trained = self._checked_parameters()
         if self.ampx_member.stage == "idle":
             self._forget_losses()  # an exception may have left them
-            if self._writes.take_up(with_gradients(trained), scale):
+            if self._writes.rescale_existing(with_gradients(trained), scale):
                 for other, _ in self._sharers("scaled", "unscaled"):
                     other._writes.note_mixed()
         else:

@@ -118,7 +118,7 @@ class Writes:
     def _end_body(self) -> None:
         _thread.bodies = tuple((weakref.ref(writes), scale) for writes, scale in _bodies() if writes is not self)
 
-    def take_up(self, owners: list[Any], scale: float) -> bool:
+    def rescale_existing(self, owners: list[Any], scale: float) -> bool:
         """Bring the gradients of these parameters, there before the first backward of a step, to its scale.
 
         Return whether any were divided.

@@ -90,7 +90,7 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
     except BaseException:
         member.begin_change("interrupted")
         before.restore()
-        owner.heal()
+        owner.reset_after_exception()
         owner.forget()
         owner.provenance.note(owner.leaves(), UNKNOWN)
         raise

@@ -223,7 +223,7 @@ def clip(
         return torch.zeros((), dtype=torch.float32)
     plain = all([type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients])
     on_host = overflow is None or overflow is True
-    if not plain or (on_host and reads_free(gradients)):
+    if not plain or (on_host and all_on_cpu(gradients)):
         norm = _native_norm(gradients)
         whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for
         norm = norm if whole is None else whole()
@@ -241,7 +241,7 @@ def clip(
     return norm
 
 
-def reads_free(tensors: Iterable[torch.Tensor]) -> bool:
+def all_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether all tensors are on the CPU, so that reading them waits for no device."""
     return all([tensor.is_cpu for tensor in tensors])
 

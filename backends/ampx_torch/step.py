@@ -27,7 +27,7 @@ from .debug import nonfinite_parameters
 from .delegation import DelegatingOptimizer
 from .device_scale import TensorLedger
 from .folded_step import Folded
-from .gradients import GradientSet, clip, reads_free, refuse_half
+from .gradients import GradientSet, all_on_cpu, clip, refuse_half
 from .losses_by_id import LossMixer
 from .meter import UpdateMeter
 from .prepare import masters
@@ -253,7 +253,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         Without `reads`, finiteness is left to the step where reading it would wait for a device.
         """
         member, on_device, mixer = self.ampx_member, self.on_device, self.mixer
-        unread = on_device or not (reads or reads_free([gradient for bucket in gradients for gradient in bucket]))
+        unread = on_device or not (reads or all_on_cpu([gradient for bucket in gradients for gradient in bucket]))
         loss_id = next(iter(member.factors)) if mixer.loss_id is None else mixer.loss_id
         factor = member.factors[loss_id]
         member.begin_change()
@@ -510,7 +510,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._drop_kernel_options()
         self.ampx_member.forget()
 
-    def heal(self) -> None:
+    def reset_after_exception(self) -> None:
         """Put right what an exception left half done, except the gradients, which are about to be cleared."""
         self.mixer.evaluating = False
         self.gradients.forget_flags()
@@ -635,7 +635,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if not self.ampx_member.factors:
             self.provenance.note(self.leaves(), self._bodies.scale)
 
-    def ampx_watch(self, scale: Any) -> tuple[int, list[GradientSnapshot]] | None:
+    def ampx_snapshot_gradients(self, scale: Any) -> tuple[int, list[GradientSnapshot]] | None:
         """Look at the gradients before the body of other optimizers."""
         member = self.ampx_member
         if not member.group.enabled or (type(scale) is float and scale == 1.0 and not self._scales):
@@ -708,7 +708,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Forget all gradients, pending ones included."""
         member = self.ampx_member
         if member.stage == "interrupted":
-            self.heal()
+            self.reset_after_exception()
         elif member.stage in ("scaled", "unscaled") or (self.masters is not None and not member.pending):
             member.begin_change()
         self.optimizer.zero_grad(set_to_none)

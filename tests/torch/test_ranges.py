@@ -106,7 +106,7 @@ def test_a_norm_beyond_float32_is_told_and_an_overflow_is_still_one(amp, backwar
 @pytest.mark.parametrize("path", PATHS)
 def test_what_becomes_infinite_after_unscale_is_not_applied(path, call, elsewhere, amp, backward, monkeypatch):
     if elsewhere:
-        monkeypatch.setattr(step, "reads_free", lambda tensors: False)
+        monkeypatch.setattr(step, "all_on_cpu", lambda tensors: False)
     weights, opt = wrapped(3, **PATHS[path])
     for late in (torch.inf, 1.0, torch.nan, 2.0):  # from another process's sum, say
         opt.zero_grad()

@@ -251,7 +251,7 @@ CASES = {
 def test_a_step_waits_no_more_often_than_torchs_scaler_and_never_with_the_scale_on_the_device(
     case, clip, amp, monkeypatch
 ):
-    monkeypatch.setattr(gradients, "reads_free", lambda tensors: False)  # as on an accelerator
+    monkeypatch.setattr(gradients, "all_on_cpu", lambda tensors: False)  # as on an accelerator
     cls, options = CASES[case]
 
     def fresh():
@@ -269,7 +269,7 @@ def test_a_step_waits_no_more_often_than_torchs_scaler_and_never_with_the_scale_
 
 def test_unscale_and_a_step_wait_no_more_often_than_torchs_scaler(amp, monkeypatch):
     for module in (gradients, stepping):
-        monkeypatch.setattr(module, "reads_free", lambda tensors: False)  # as on an accelerator
+        monkeypatch.setattr(module, "all_on_cpu", lambda tensors: False)  # as on an accelerator
     parameter, scaler = nn.Parameter(torch.ones(3)), torch.amp.GradScaler("cpu")
     raw = torch.optim.SGD([parameter], lr=0.1)
     opt = ampx.wrap_optimizer(torch.optim.SGD([parameter], lr=0.1))

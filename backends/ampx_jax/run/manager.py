@@ -119,7 +119,7 @@ class Automation:
 
     @property
     def observed(self) -> bool:
-        """Whether somebody looks on, who is told of every loss and step as soon as it is over."""
+        """Whether an observer gets every loss and step as soon as it is over."""
         return self.run.recorder.observer is not None
 
     @property
@@ -305,7 +305,7 @@ class Automation:
         return tuple(loss for its_trace, loss in losses if its_trace == trace)
 
     def _call_back(self, tell: Callable[[Any], None], value: Any, losses: tuple[Any, ...] = ()) -> None:
-        """Have compiled code call back with a value; a concrete one is told at once where somebody looks on."""
+        """Have compiled code call back with a value; a concrete one is passed at once where there is an observer."""
         if self.observed and not isinstance(value, jax.core.Tracer):
             tell(value)
         else:
@@ -315,7 +315,7 @@ class Automation:
             jax.debug.callback(called_back, varying.place(), value, losses)
 
     def _check_callbacks(self) -> None:
-        """Refuse a step from which JAX calls nobody back."""
+        """Refuse a step from which JAX does not call back."""
         mapped, others = varying.axes(), varying.axes_left()
         if mapped and others:
             self.run.refuse(
@@ -348,7 +348,7 @@ class Automation:
             observer()
 
     def called(self, hidden: outcomes.Outcomes) -> None:
-        """Note that a compiled function was called. Sync: where somebody looks on and there are callbacks."""
+        """Note that a compiled function was called. Sync: where there are an observer and callbacks."""
         if hidden.mixed and threading.get_ident() == self._thread:
             jax.effects_barrier()
             waiting, self._waiting = self._waiting, []
@@ -478,7 +478,7 @@ def automate(run: Run) -> Iterator[None]:
 
 
 def _calls_to_note(this: Automation) -> tuple[Any, ...]:
-    """Return patches for compiled functions that are none of `jax.jit`, where somebody looks on."""
+    """Return patches for compiled functions that are none of `jax.jit`, where there is an observer."""
     if not this.observed:
         return ()
     compiled = jax.stages.Compiled
@@ -555,7 +555,7 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
 
 
 def _read(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose values are read where somebody watches; what is traced by others is not."""
+    """Return a function whose values are read where they are watched; what other code traces is not."""
 
     def call(*args: Any) -> Any:
         if not numerics.watched() or _is_traced(args):
@@ -621,7 +621,7 @@ def _metered(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]
 
 @contextmanager
 def _inside(this: Automation) -> Iterator[bool]:
-    """Go into a transformation; tells whether the script called it, and no other transformation."""
+    """Go into a transformation; yield whether the script called it, and no other transformation."""
     calls, call = this.calls, _Call()
     if calls.outermost is not None and calls.outermost() is not None:
         yield False

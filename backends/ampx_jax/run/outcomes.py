@@ -206,7 +206,7 @@ class _Body:
 def jit(
     native: Callable[..., Any], find: Callable[[], Outcomes | None], called: Callable[[Outcomes], None] | None
 ) -> Callable[..., Any]:
-    """Return `jax.jit` whose functions tell without callbacks; where somebody looks on, each then calls `called`."""
+    """Return `jax.jit` whose functions report without callbacks; with an observer, each then calls `called`."""
     # JAX compiles a function once, however often it is given to jit; so shall it be with what stands in its place.
     bodies: weakref.WeakKeyDictionary[Any, _Body] = weakref.WeakKeyDictionary()
 

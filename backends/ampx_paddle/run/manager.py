@@ -1,4 +1,4 @@
-"""Every optimizer that a script makes: it stays what it is, and a wrapper of ampx stands beside it."""
+"""Every optimizer that a script makes: it stays as it is, and has a wrapper of ampx."""
 
 from __future__ import annotations
 

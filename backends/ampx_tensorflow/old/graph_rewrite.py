@@ -24,7 +24,7 @@ from ampx_tensorflow.keras3 import FORMER_INIT_SCALE
 
 
 class _Request(threading.local):
-    """Who starts the session instead, if anybody."""
+    """The code that starts the session instead, if any."""
 
     start: Callable[[], Any] | None = None
     tell: Callable[[Any, str], None] | None = None

@@ -1,4 +1,4 @@
-"""Every optimizer that a script makes: it stays what it is, and a wrapper of ampx stands beside it once it trains."""
+"""Every optimizer that a script makes: it stays as it is, and has a wrapper of ampx once it trains."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class KerasManager(Manager[Managed]):
         self.wrapped.append(wrapped)
 
     def sample(self, optimizer: AmpOptimizer, grads: Any, trainable_variables: Any = None) -> None:
-        """Hand on the gradients of a step outside of functions, where somebody wants to know. Sync: one a gradient."""
+        """Hand on the gradients of a step outside of functions, where they are wanted. Sync: one a gradient."""
         takes = self.run.recorder.takes_gradients
         if takes is not None:
             variables = optimizer.inner_optimizer._trainable_variables

@@ -1,4 +1,4 @@
-"""What an observer of a run is told, the loss of every backward and when steps are over; and the curve of a report.
+"""What an observer of a run receives, the loss of every backward and the end of steps; and the curve of a report.
 
 Where a function is compiled, its losses are added up in a variable. An observer has it read after every call, and steps
 counted; for a curve some calls are looked at, whose sum and numbers of steps are read at the end, so that none waits.
@@ -29,7 +29,7 @@ class _Depth(threading.local):
 
 
 class Observing:
-    """Tells who wants to know of losses and steps, where somebody does.
+    """Report losses and steps to the observer, where there is one.
 
     Attributes:
         recorder: That of the run.

@@ -64,7 +64,7 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
             return
         losses = None if manager.inside else _losses(tensors, weights)
         optimizers = manager.all() if losses else []
-        if losses and not optimizers and manager.employ():
+        if losses and not optimizers and manager.adopt_trained_copies():
             optimizers = manager.all()
         if losses is None or not optimizers:
             if manager.pending and not manager.inside:  # by edges of the graph, say: what it adds is not scaled
@@ -128,7 +128,7 @@ def _backward_scaled(
     reached = owners.reached(leaves)
     if None in reached and _flattened(leaves, owners):
         reached = owners.reached(leaves)
-    if None in reached and manager.employ(leaves):
+    if None in reached and manager.adopt_trained_copies(leaves):
         optimizers = manager.all()
         owners.sort(optimizers)
         reached = owners.reached(leaves)

@@ -1,4 +1,4 @@
-"""Every optimizer that a script makes: it stays what it is, and a wrapper of ampx stands beside it."""
+"""Every optimizer that a script makes: it stays as it is, and has a wrapper of ampx."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Owners:
         return None if reference is None else reference()
 
     def reached(self, leaves: Iterable[int]) -> set[weakref.ref[TorchManaged] | None]:
-        """Return `reference` of the optimizers of tensors, by their ids; None where one of these belongs to nobody."""
+        """Return `reference` of the optimizers of tensors, by their ids; None where one of these belongs to none."""
         return set(map(self._owners.get, leaves))
 
     def sort(self, optimizers: Sequence[TorchManaged]) -> None:
@@ -165,7 +165,7 @@ class TorchManager(Manager[TorchManaged]):
         """List what is managed, but for copies that train nothing."""
         return [managed for managed in super().managed() if not managed.idle]
 
-    def employ(self, leaves: Container[int] | None = None) -> bool:
+    def adopt_trained_copies(self, leaves: Container[int] | None = None) -> bool:
         """Manage the copies that train these leaves, by their ids, or all copies; return whether there are any."""
         employed = False
         for managed in super().managed():
@@ -221,7 +221,7 @@ class TorchManager(Manager[TorchManaged]):
         """Leave every optimizer as it was."""
         if self.held:
             self.stand_down(self.held.name, waits=True)
-        self.employ()
+        self.adopt_trained_copies()
         super().release()
 
     # -- former recipes and GradScaler -------------------------------------------------------------

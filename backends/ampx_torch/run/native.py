@@ -55,7 +55,7 @@ class Native:
     def __init__(self, run: Run) -> None:
         """Leave casting to the regions; and the dtype, where the user asked for none."""
         self._run = run
-        # Who made the regions that were entered, the device and dtype that they asked for, and got.
+        # The makers of the regions that were entered, the device and dtype that they asked for, and got.
         self._entered: dict[tuple[str, str, Dtype | None, str, Dtype | None], None] = {}
         self._plans: dict[str, CastPlan] = {}  # by dtype, of regions on the CPU
         self._session: Effective | None = None  # as the session began
@@ -70,7 +70,7 @@ class Native:
                 self.options["dtype"] = "float32"  # until a region tells another
 
     def begin(self, amp: Amp) -> None:
-        """Have a session that has just started tell what the regions did."""
+        """Have a session that has just started report what the regions did."""
         self._session = amp.effective
         self._tell()
 

@@ -41,7 +41,7 @@ def expected(skipped=()):
 
 @needs_processes
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-@pytest.mark.parametrize("parallel", ["torch", "ampx_torch"])
+@pytest.mark.parametrize("parallel", ["torch", "ampx_apex"])
 def test_accumulation_in_parallel_is_that_of_float32(ranks, opt_level, parallel):
     first, second = (rank[f"{opt_level} {parallel} None"] for rank in ranks)
     # all numbers are small integers and powers of two: nothing is rounded, up to the loss, which is not looked at
@@ -53,7 +53,7 @@ def test_accumulation_in_parallel_is_that_of_float32(ranks, opt_level, parallel)
 
 @needs_processes
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-@pytest.mark.parametrize("parallel", ["torch", "ampx_torch"])
+@pytest.mark.parametrize("parallel", ["torch", "ampx_apex"])
 def test_an_overflow_of_one_process_skips_the_step_in_both(ranks, opt_level, parallel):
     first, second = (rank[f"{opt_level} {parallel} (1, 1, 0)"] for rank in ranks)
     assert first["weight"] == second["weight"] == expected(skipped=(1,))
