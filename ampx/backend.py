@@ -16,7 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
-from .errors import BackendLoadError, InvalidOptionError, UnsupportedByBackendError, UnsupportedDeviceError
+from .errors import (
+    BackendLoadError,
+    InvalidOptionError,
+    MissingPartError,
+    UnsupportedByBackendError,
+    UnsupportedDeviceError,
+)
 from .policy import Dtype, OptLevel
 from .protocol import Handle, Member
 from .rooms import import_part
@@ -440,7 +446,12 @@ def offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered:
         return offered
     wanted = cast("type[Offered]", contract)
     if isinstance(place := backend.offers.get(wanted.name), str):
-        import_part(place.partition(":")[0], f"{wanted.feature} of backend {backend.name!r}")
+        try:
+            import_part(place.partition(":")[0], f"{wanted.feature} of backend {backend.name!r}")
+        except MissingPartError:
+            raise
+        except ModuleNotFoundError:  # a module of a plugin's own that is not there: it offers nothing
+            pass
     return backend.refuse(wanted.feature)
 
 
