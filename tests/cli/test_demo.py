@@ -53,7 +53,7 @@ def load():
 # A framework whose training takes no time, in two versions: with a demo and without.
 FRAMEWORK = """
 import ampx
-from ampx.cli.demo import RunResult
+from ampx.cli.demo import Demo, RunResult
 from toy.implicit import ImplicitToy
 
 class Base(ImplicitToy):
@@ -61,12 +61,13 @@ class Base(ImplicitToy):
     def device(self, name):
         return ampx.Device("cpu", frozenset({{"float16"}}))
 
-class Backend(Base):
-    def demo(self):
-        return self
+class Trainer(Demo):
     def train(self, data, run, on_step):
         losses, skipped = [2.0, 1.0], [] if run.overflow_at is None else [1]
         return RunResult(run.dtype, run.seed, "cpu", True, "", 0.9, 0.5, 1.0, 100.0, losses, [4.0, 4.0], skipped, 4.0)
+
+class Backend(Base):
+    offers = {{**Base.offers, "demo": Trainer}}
 
 {name} = {cls}
 """
