@@ -201,9 +201,9 @@ def test_planted_faults_are_seen(monkeypatch):
     assert computes_in("float16") == "float16"
     ampx.shutdown()
 
-    def checked_too_early(batch, scale):
+    def checked_too_early(batch, dtype, scale):
         wide = [tensor.astype("float32") for tensor in batch]
-        _, overflow = paddle._C_ops.check_finite_and_unscale_(wide, scale)
+        _, overflow = paddle._C_ops.check_finite_and_unscale_(wide, paddle.full([1], scale, "float32"))
         return overflow
 
     assert overflow_is_found()
