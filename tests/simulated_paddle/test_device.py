@@ -177,7 +177,7 @@ def computes_in(dtype):
 
 def overflow_is_found():
     """Unscale gradients by less than one, which float32 holds and float16 does not."""
-    return bool(gradients._unscale_dense([paddle.full([3], 300.0, "float16")], paddle.full([1], 2.0**-10)))
+    return bool(gradients._unscale_dense([paddle.full([3], 300.0, "float16")], paddle.float16, 2.0**-10))
 
 
 def test_gradients_of_recurrent_layers_are_those_of_float32():
