@@ -9,7 +9,6 @@ conformance kit `ampx.testing` tests all of it.
 from __future__ import annotations
 
 import abc
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -396,7 +395,7 @@ def are_offers(offers: object) -> bool:
     )
 
 
-# Contracts are passed as what makes one of a backend: mypy takes no abstract class as a `type`.
+# A contract is passed as a function of a backend, which its class is: mypy takes no abstract class as a `type`.
 Offered = TypeVar("Offered", bound=Contract)
 
 
@@ -406,9 +405,28 @@ def find_offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offe
     Raises:
         BackendLoadError: What it names is no class that fulfils the contract.
     """
+    try:
+        return _find(backend, contract)
+    except MissingPartError:
+        return None
+
+
+def offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered:
+    """Return what a backend offers to a feature, importing it where that is new.
+
+    Raises:
+        UnsupportedByBackendError: It offers nothing.
+        MissingPartError: The room of what it offers was taken out.
+        BackendLoadError: What it names is no class that fulfils the contract.
+    """
+    offered = _find(backend, contract)
+    return backend.refuse(cast("type[Offered]", contract).feature) if offered is None else offered
+
+
+def _find(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered | None:
     wanted = cast("type[Offered]", contract)
     place = backend.offers.get(wanted.name)
-    kind = _load(place) if isinstance(place, str) else place
+    kind = _load(place, f"{wanted.feature} of backend {backend.name!r}") if isinstance(place, str) else place
     if kind is None:
         return None
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
@@ -422,37 +440,17 @@ def find_offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offe
     return kind(backend)
 
 
-def _load(place: str) -> Any:
-    """Import a class; None where the room that it is in was taken out, of the plugin or of ampx."""
+def _load(place: str, by: str) -> Any:
+    """Import a class; None where the plugin's own module is not there."""
     module, _, name = place.partition(":")
     try:
-        return getattr(importlib.import_module(module), name, place)
+        return getattr(import_part(module, by), name, place)
+    except MissingPartError:
+        raise
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] in (module.partition(".")[0], __package__):
+        if str(error.name).partition(".")[0] == module.partition(".")[0]:
             return None
         raise
-
-
-def offer(backend: Backend, contract: Callable[[Backend], Offered]) -> Offered:
-    """Return what a backend offers to a feature, importing it where that is new.
-
-    Raises:
-        UnsupportedByBackendError: It offers nothing.
-        MissingPartError: The room of what it offers was taken out.
-        BackendLoadError: What it names is no class that fulfils the contract.
-    """
-    offered = find_offer(backend, contract)
-    if offered is not None:
-        return offered
-    wanted = cast("type[Offered]", contract)
-    if isinstance(place := backend.offers.get(wanted.name), str):
-        try:
-            import_part(place.partition(":")[0], f"{wanted.feature} of backend {backend.name!r}")
-        except MissingPartError:
-            raise
-        except ModuleNotFoundError:  # a module of a plugin's own that is not there: it offers nothing
-            pass
-    return backend.refuse(wanted.feature)
 
 
 class GenericBackend(Backend):
@@ -474,7 +472,7 @@ class GenericBackend(Backend):
 
     @abc.abstractmethod
     def apply(self, optimizer: Optimizer, grads: Grads) -> None:
-        """Run the framework's own update with true, finite gradients. Sync: as the framework."""
+        """Run the framework's own update with unscaled, finite gradients. Sync: as the framework."""
 
     def gradients(self, optimizer: Optimizer) -> Grads:
         """Return the gradients that the optimizer would apply; empty where there are none.

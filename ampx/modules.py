@@ -155,7 +155,7 @@ def module_dtypes(plan: CastPlan) -> dict[str, str]:
 
 
 class Interceptor(Protocol):
-    """Interceptors of module calls."""
+    """An interceptor of module calls."""
 
     def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Return what the call of a module returns, by calling `forward`."""

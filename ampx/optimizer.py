@@ -140,9 +140,9 @@ class WrappedOptimizer(Handle):
         """Tidy up after a `scale_loss` body that ended without an exception."""
 
     def ampx_snapshot_gradients(self, scale: Scalar) -> Any:
-        """Snapshot the gradients before another optimizer's body; return a function that says whether they changed.
+        """Return a snapshot of the gradients before another optimizer's body, for `ampx_notice_foreign`.
 
-        None where that would not matter, or the wrapper knows otherwise.
+        None where what that body writes does not matter, or the wrapper sees it by other means.
         """
         return None
 
@@ -158,7 +158,7 @@ class PendingGradients:
 
     Attributes:
         unscaled: The unscaled gradients and their finiteness (`Unscaled`); None while they carry a scale.
-        norm: Their norm before clipping; None where nobody measured it.
+        norm: Their norm before clipping; None where it was not measured.
         brought: The scale that gradients which were there before the first backward were brought to, in its body.
         skipped: The last step was skipped, and its gradients were not cleared by the wrapper.
     """
@@ -185,7 +185,7 @@ _living: weakref.WeakSet[GenericOptimizer] = weakref.WeakSet()  # some may share
 
 
 class GenericOptimizer(WrappedOptimizer):
-    """Delegate to a raw optimizer, stepping it only with true and finite gradients.
+    """Delegate to a raw optimizer, stepping it only with unscaled and finite gradients.
 
     Everything but `step` and `zero_grad` is the raw optimizer's.
     """
@@ -333,7 +333,7 @@ class GenericOptimizer(WrappedOptimizer):
         return grads
 
     def _apply(self, grads: Any) -> None:
-        """Update with true, finite gradients, casting off: an optimizer that multiplies matrices would be cast."""
+        """Update with unscaled, finite gradients, casting off: an optimizer that multiplies matrices would be cast."""
         if self._plan is None:
             self._backend.apply(self.optimizer, grads)
         else:
@@ -368,7 +368,7 @@ class GenericOptimizer(WrappedOptimizer):
             )
 
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
-        """Bring gradients that are there before a window to its scale: the step before left them true."""
+        """Bring gradients that are there before a window to its scale: the step before left them unscaled."""
         if self._implicit and self.ampx_member.stage == "idle":
             if self._pending.skipped:
                 self.ampx_check_backward(loss_id)
@@ -378,11 +378,11 @@ class GenericOptimizer(WrappedOptimizer):
             self._pending.brought = scale
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Keep them so."""
+        """Keep gradients that were brought to the scale of the body."""
         self._pending.brought = None
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Make them true again, with those of the body that raised."""
+        """Unscale them again, with those of the body that raised."""
         if self._pending.brought is not None:
             self._divide(self._pending.brought)
             self._pending.brought = None

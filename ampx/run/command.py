@@ -187,7 +187,7 @@ def _diagnosing(request: RunRequest, dtype: str) -> tuple[str, ...]:
 
 @contextmanager
 def _termination_handled(request: RunRequest, finished: Finished, logs: ExitStack) -> Iterator[None]:
-    """Write summary and report when the process is told to end (SIGTERM), and end by that signal, as `python` does.
+    """Write summary and report when the process receives SIGTERM, and end by that signal, as `python` does.
 
     A script that handles the signal itself goes on to do so.
     """

@@ -30,19 +30,18 @@ class Program:
 # Options of `ampx run`, `compare`, `diagnose` and `tune`, but those of one letter.
 OPTIONS: Final = frozenset(
     {
+        *("--at", "--device", "--dtype", "--for", "--force", "--framework", "--json", "--level"),
         *(
-            "--at",
-            "--device",
-            "--dtype",
-            "--for",
-            "--force",
-            "--framework",
-            "--json",
-            "--level",
             "--log",
             "--log-every",
+            "--out",
+            "--policy",
+            "--repeats",
+            "--replace-native",
+            "--report",
+            "--seed",
+            "--steps",
         ),
-        *("--out", "--policy", "--repeats", "--replace-native", "--report", "--seed", "--steps"),
         *("--sweep", "--tolerance", "--unchanged-if-refused", "--what-if"),
     }
 )
@@ -100,7 +99,7 @@ def run_program(program: Program) -> BaseException | None:
 
 
 def _put_first(folder: str) -> None:
-    """Put a folder where `python` puts the program's, unless it was told not to (`-P`)."""
+    """Put a folder first on `sys.path`, as `python` does with the program's, unless `-P` was given."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
 

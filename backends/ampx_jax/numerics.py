@@ -500,7 +500,7 @@ _LIBRARIES: Final = ("flax", "optax", "haiku", "equinox", "ampx", "ampx_jax")
 
 def place_of(equation: Any) -> str:
     """Return the line of the user's code that called an operation, as `"file:line"`; "" where it is not known."""
-    # A user's own folder may have the name of a library, so libraries are told by where they are installed.
+    # A user's own folder may have the name of a library, so libraries are recognised by where they are installed.
     paths = [path for name in _LIBRARIES for path in getattr(sys.modules.get(name), "__path__", ())]
     folders = tuple(os.path.join(path, "") for path in paths)
     for line in reversed(source_info_util.summarize(equation.source_info, 30).splitlines()):

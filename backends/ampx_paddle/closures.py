@@ -20,7 +20,7 @@ class _Overflow(Exception):  # noqa: N818 - never seen outside this module
 
 
 class ClosureOptimizer(AmpOptimizer):
-    """LBFGS with a loss scale: every evaluation's gradients are made true before it sees them."""
+    """LBFGS with a loss scale: every evaluation's gradients are unscaled before it sees them."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step; where an evaluation overflows or raises, parameters and state are put back as they were before.

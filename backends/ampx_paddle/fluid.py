@@ -1,4 +1,4 @@
-"""The published name of `ampx_fluid.fluid`: the modules there, by this name too, and by the one that they had."""
+"""The modules of `ampx_fluid.fluid` under their published name, and under the name that pickles have."""
 
 from __future__ import annotations
 

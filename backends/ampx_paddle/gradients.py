@@ -191,7 +191,7 @@ def sum_of_squares(owners: Sequence[paddle.Tensor], max_value: float | None = No
 def clip(
     owners: Sequence[paddle.Tensor], max_norm: float | None, max_value: float | None, squares: float | None = None
 ) -> float | None:
-    """Clip true, finite gradients in place by value, then by global L2 norm; return the norm before, or None.
+    """Clip unscaled, finite gradients in place by value, then by global L2 norm; return the norm before, or None.
 
     Sync: none where `squares` is what `sum_of_squares` returned, or without a bound; else one. Where the norm is
     beyond float32, one a gradient.

@@ -1,7 +1,7 @@
 """Several losses with loss scales of their own on one optimizer.
 
 Gradients of losses with different scales must not be added while they are scaled. So as soon as a second loss id
-appears before a step, the gradients so far are made true and put aside, the new ones are made true right after
+appears before a step, the gradients so far are unscaled and put aside, the new ones are unscaled right after
 their backward, and the two are added.
 """
 

@@ -426,7 +426,7 @@ def _both_ways(tensor: Any, dtype: str) -> Any:
     if tensor.stop_gradient:
         return rounded(tensor, dtype)
     output = _Rounded.apply(tensor, dtype, True)
-    # For those who watch: their hooks come after this one. A user's hook would undo what it returns.
+    # For watchers: their hooks come after this one. A user's hook would undo what it returns.
     output.register_hook(lambda gradient: rounded(gradient, dtype))
     return output
 

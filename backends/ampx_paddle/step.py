@@ -1,4 +1,4 @@
-"""The step of a Paddle optimizer: it delegates to the raw one, which gets true and finite gradients only."""
+"""The step of a Paddle optimizer: it delegates to the raw one, which gets unscaled and finite gradients only."""
 
 from __future__ import annotations
 

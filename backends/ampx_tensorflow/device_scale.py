@@ -213,7 +213,7 @@ class VariableLedger(Ledger):
 
     def resolve(self, group: ScaleGroup) -> None:
         """Follow the steps that traces have made, and send their events. Sync: one."""
-        # Not waited for: listeners look as well, and one that waits for a thread that looks would wait for ever.
+        # Not waited for: listeners resolve as well, and one that waits for a resolving thread would deadlock.
         if not on_host() or not self._following.acquire(blocking=False):
             return
         try:

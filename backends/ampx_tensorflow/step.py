@@ -233,7 +233,7 @@ class LedgerOptimizer(WrappedOptimizer):
         return self._meter.last()
 
     def _apply(self, grads: Sequence[Any], variables: Any) -> None:
-        """Update with true, finite gradients, casting off."""
+        """Update with unscaled, finite gradients, casting off."""
         raise NotImplementedError
 
     def _build(self, variables: Any) -> None:
@@ -538,7 +538,7 @@ class LedgerOptimizer(WrappedOptimizer):
         if member.stage != "idle" or not (elsewhere := self._ledger.contexts.elsewhere(self._place)):
             member.check_step(_WRITTEN)
             return tf.convert_to_tensor(self._slots.pending) if member.factor is None else member.factor
-        # Another function scaled the loss: only the variable tells whether it ran.
+        # Another function scaled the loss: only the variable shows whether it ran.
         self._losses.check_step_here()
         if len(member.group.members) > 1:
             raise ProtocolError(

@@ -29,7 +29,7 @@ def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
 def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
     """Step a raw optimizer that evaluates its closure as often as it likes; return what it returned.
 
-    Every evaluation's gradients are made true before the optimizer sees them. When one overflows (or the closure
+    Every evaluation's gradients are unscaled before the optimizer sees them. When one overflows (or the closure
     raises), parameters and state are put back as they were before the step; the loss is that evaluation's.
 
     Sync: one a device and evaluation.

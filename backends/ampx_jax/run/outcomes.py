@@ -31,7 +31,7 @@ from ampx_jax import state as states
 # The host looks at half of so many steps at a time: the device has done those, and nothing waits.
 _KEPT: Final = 64
 _KNOWN_OPTIONS: Final = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused"}
-# Younger than the oldest JAX that is supported, perhaps: without it all is told by callbacks.
+# May be newer than the oldest supported JAX: without it everything is reported by callbacks.
 _present_trace: Final = getattr(jax.extend.core, "get_opaque_trace_state", None)
 _SCALE: Final = "ampx_loss_scale"
 _Numbers = tuple[Any, ...] | None
@@ -189,7 +189,7 @@ class _Body:
     """What is compiled in a function's place."""
 
     def __init__(self, find: Callable[[], Outcomes | None], function: Callable[[], Any], like: Any) -> None:
-        """Take what gives the function: a weak reference, where this lives as long as the function."""
+        """Keep a getter of the function: a weak reference, where this lives as long as the function."""
         self.used = False  # it reads the loss scale, or an update is in it
         self._find = find
         self._function = function

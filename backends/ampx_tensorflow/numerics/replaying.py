@@ -110,7 +110,7 @@ def clock(model: Any, step: Step, plan: CastPlan | None, autocast: Callable[[], 
                 run = compute
 
     def seconds() -> float:
-        # A trace that is called tells nobody what it writes.
+        # A traced function does not report which variables it writes.
         before = [(variable, variable.read_value()) for variable in written]
         try:
             with _state_kept(model), region():

@@ -81,7 +81,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
     """An optimizer of `tf.compat.v1.train` with its own loss scale.
 
     `minimize(loss)` and `compute_gradients(loss)` scale the loss themselves and give unscaled gradients; gradients of a
-    loss that came out of `scale_loss` are made true by `apply_gradients`, which applies them only if all are finite.
+    loss that came out of `scale_loss` are unscaled by `apply_gradients`, which applies them only if all are finite.
     """
 
     def __init__(self, backend: Backend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:

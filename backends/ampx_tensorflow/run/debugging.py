@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
-from unittest import mock
 
 import tensorflow as tf
 
 from ampx.callers import script_line
+from ampx.run import patched
 
 if TYPE_CHECKING:
     from .manager import KerasManager
@@ -79,11 +79,9 @@ class Debuggers:
 def debuggers_noted(manager: KerasManager) -> Iterator[None]:
     """Patch how TensorFlow's debuggers are switched on."""
     debuggers = manager.debuggers
-    with ExitStack() as stack:
-        for owner, name, patched in (
-            (tf.debugging, "enable_check_numerics", debuggers.checking),
-            (tf.debugging, "disable_check_numerics", debuggers.ending),
-            (tf.debugging.experimental, "enable_dump_debug_info", debuggers.dumping),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, patched(getattr(owner, name))))
+    with patched(
+        (tf.debugging, "enable_check_numerics", debuggers.checking),
+        (tf.debugging, "disable_check_numerics", debuggers.ending),
+        (tf.debugging.experimental, "enable_dump_debug_info", debuggers.dumping),
+    ):
         yield

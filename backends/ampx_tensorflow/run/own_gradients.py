@@ -12,15 +12,15 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs, custom_gradient, script_ops
 from tensorflow.python.saved_model import save
 
 from ampx.callers import is_script_function
+from ampx.run import patched
 from ampx_tensorflow import gradients
 from ampx_tensorflow.numerics import stats
 
@@ -207,17 +207,17 @@ class OwnGradients:
 def own_gradients_true(manager: KerasManager) -> Iterator[None]:
     """Patch how functions with a gradient of their own are called, and registered."""
     own = manager.own_gradients
-    with ExitStack() as stack:
-        stack.callback(own.stop)
-        for owner, name, patched in (
+    try:
+        with patched(
             (custom_gradient, "_eager_mode_decorator", own.deriving),
             (custom_gradient, "_graph_mode_decorator", own.deriving),
             (tf.RegisterGradient, "__call__", own.registering),
             (script_ops, "_internal_py_func", own.calling_python),
             (save, "_trace_gradient_functions", own.saving),
         ):
-            stack.enter_context(mock.patch.object(owner, name, patched(getattr(owner, name))))
-        yield
+            yield
+    finally:
+        own.stop()
 
 
 def _divided(value: Any, scale: Any) -> Any:

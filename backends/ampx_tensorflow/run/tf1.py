@@ -17,7 +17,7 @@ from ampx_tensorflow.old.tf1 import GraphOptimizer
 
 from .manager import KerasManager
 
-# Reading the scale takes a run of the session; so many seconds apart it costs nothing to speak of.
+# Reading the scale takes a run of the session; at this interval, in seconds, that costs next to nothing.
 _LOOK_SECONDS: Final = 0.25
 
 

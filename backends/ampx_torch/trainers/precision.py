@@ -124,7 +124,7 @@ class ForTrainer(_ByAmpx, TrainerBase):
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, make gradients true, call the hooks and clip, then apply or skip.
+        """Run the closure, unscale gradients, call the hooks and clip, then apply or skip.
 
         Raises:
             UnsupportedByBackendError: The optimizer evaluates its closure several times.
