@@ -33,13 +33,8 @@ from .errors import (
     shown,
 )
 from .events import Event, Listener, ScaleCollapsed, StepResult
-from .optimizer import (
-    GenericOptimizer,
-    WrappedOptimizer,
-    check_bound,
-    check_clipping,
-    wrapped_optimizers,
-)
+from .metering import default_meter_every
+from .optimizer import GenericOptimizer, WrappedOptimizer, check_bound, check_clipping, wrapped_optimizers
 from .plugins import Registry, default_registry, known_failure
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
 from .protocol import Handle, Member, ScaleGroup
@@ -951,7 +946,6 @@ class Sessions:
         # The wrapped optimizers by framework, those of ended sessions too: any backward may reach their parameters.
         self._wrapped: dict[str, list[weakref.ref[Any]]] = {}
         self._watchers: list[list[Callable[[Amp], None]]] = []
-        self.intervals = _Intervals()  # every so many steps somebody wants `Progress`, of whatever framework
         self._groups: weakref.WeakSet[ScaleGroup] = weakref.WeakSet()
 
     def replace(self, session: Amp) -> None:
@@ -1005,24 +999,8 @@ class Sessions:
             self._wrapped[framework] = [reference for reference in references if reference() is not None]
         return living
 
-    def report_every(self, every: int) -> Callable[[], None]:
-        """Have `Progress` of every so many steps of each loss scale sent; the result of this ends that."""
-        self.intervals.append(every)
-        self._pace()
-
-        def end() -> None:
-            self.intervals.remove(every)
-            self._pace()
-
-        return end
-
-    def _pace(self) -> None:
-        for group in list(self._groups):
-            group.ledger.pace(group)
-
     def note_group(self, group: ScaleGroup) -> None:
-        """Have a loss scale report at the interval that loggers ask for, now or later."""
-        group.intervals = self.intervals
+        """Note a loss scale, which lives as long as whoever made it holds it."""
         self._groups.add(group)
 
     def living_groups(self) -> list[ScaleGroup]:
@@ -1121,17 +1099,6 @@ def _warn_of_collapse(framework: str, event: ScaleCollapsed) -> None:
     )
 
 
-class _Intervals(list[int]):
-    """Numbers of steps, which all loss scales of a process share; copies and pickles stand for the list itself."""
-
-    def __reduce__(self) -> tuple[Callable[[], _Intervals], tuple[()]]:
-        return _intervals, ()
-
-
-def _intervals() -> _Intervals:
-    return sessions.intervals
-
-
 sessions: Final = Sessions()
 
 
@@ -1141,7 +1108,7 @@ def new_group(framework: str, config: LossScale, enabled: bool = True) -> ScaleG
     `wrap_optimizer` makes them; a backend needs it for what stands outside of a session: an optimizer that the
     framework loads from a file, say.
     """
-    group = ScaleGroup(framework, config, enabled, emit=sessions.emit)
+    group = ScaleGroup(framework, config, enabled, emit=sessions.emit, meter_every=default_meter_every())
     sessions.note_group(group)
     return group
 

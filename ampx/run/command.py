@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ampx.errors import InvalidOptionError, RunRefusedError
+from ampx.progress import LOG_EVERY
 from ampx.rooms import parts_needed
 from ampx.run import children
 from ampx.run.ranks import process_rank
@@ -41,7 +42,7 @@ class RunRequest:
     report: Path | None = None  # where to write a report, or None
     unchanged_if_refused: bool = False  # run the script without ampx where it is refused
     log: tuple[str, ...] = ()  # where to write what steps report, as `ampx.log_to` takes it
-    log_every: int = 100  # every so many steps
+    log_every: int = LOG_EVERY  # every so many steps
 
 
 REFUSED = 3

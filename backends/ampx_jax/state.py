@@ -14,7 +14,8 @@ import numpy as np
 import optax
 
 import ampx
-from ampx.protocol import Handle, PendingProgress, ScaleGroup, refuse_values
+from ampx.progress import is_due
+from ampx.protocol import Handle, ScaleGroup, refuse_values
 from ampx.scale_state import LossScale, LossScaleState, is_one
 from ampx.session import new_group
 
@@ -526,14 +527,14 @@ class StateHandle(Handle):
         sent[group.index] = steps
         after = group.states[0]
         before = dataclasses.replace(after, scale=result.scale)
-        for event in group.events_of(("jax", group.index, 0, steps), before, after, bool(result.finite)):
+        labels = ("jax", group.index, 0, steps)
+        for event in group.events_of(labels, before, after, bool(result.finite)):
             if isinstance(event, ampx.ScaleCollapsed):
                 event = dataclasses.replace(event, parameters=tuple(name for name, _, _ in self.ampx_nonfinite))
             group.send(event)
-        if group.reports(steps, since if since < steps else None):
-            pending = PendingProgress(steps, {0: result.scale}, {0: after}, {0: self._numbers.skipped}, ())
-            for event in group.progress_of(pending, result.grad_norm):
-                group.send(event)
+        if is_due(steps, since if since < steps else None):
+            numbers = (result.scale, after.scale, after.consecutive_skips, self._numbers.skipped, result.grad_norm)
+            group.send(ampx.Progress(*labels, *numbers))
         last = self.meter
         if last is not None and last.step > since:
             from ampx.numerics.meter import report  # who metered has it

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ampx.errors import AmpxWarning
 from ampx.events import StepResult
+from ampx.progress import intervals
 from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, is_one, next_state, round_to_float32
 
@@ -264,10 +265,6 @@ class VariableLedger(Ledger):
                 for member, slots in zip(group.members, self.slots, strict=True):
                     _take_over(member, slots, next_scale, int(skips))
 
-    def pace(self, group: ScaleGroup) -> None:
-        """Look at the interval that listeners ask for. Sync: one; two more if traces made steps."""
-        history.look()
-
     def look(self, group: ScaleGroup) -> None:
         """Follow traces, if they made steps, and send the events. Sync: one; two more if they did."""
         if on_host() and (self.history.grew() or (self.by_loss is not None and self.by_loss.grew())):
@@ -420,8 +417,8 @@ def _replay(config: LossScale, state: LossScaleState, missed: history.Missed) ->
 def _advance_finite(group: ScaleGroup, count: int) -> None:
     while count:
         alike = _alike(group.config, group.states[0], count)
-        if group.intervals:  # a step of which somebody wants to hear is told by itself
-            alike = min(alike, *(every - 1 - group.steps % every for every in group.intervals))
+        if intervals:  # a step of which a log wants to hear is repeated by itself
+            alike = min(alike, *(every - 1 - group.steps % every for every in intervals))
         if alike:
             group.states[0] = _after(group.config, group.states[0], alike)
             group.steps += alike

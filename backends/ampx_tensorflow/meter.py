@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from ampx.formats import FORMATS, stride
-from ampx.protocol import METER_SAMPLES, ScaleGroup
+from ampx.metering import METER_SAMPLES
+from ampx.protocol import ScaleGroup
 
 from . import gradients
 from .replicas import read

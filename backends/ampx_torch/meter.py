@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampx.formats import FORMATS, stride
-from ampx.protocol import METER_SAMPLES, NotCopied, StepObserver
+from ampx.metering import METER_SAMPLES
+from ampx.protocol import NotCopied, StepObserver
 
 from .debug import name_parameters
 from .trees import stored
