@@ -1,4 +1,4 @@
-"""What core and backends know of the meter, which may have been taken out: how often it looks, and who stands for it."""
+"""What core and backends know of the meter: how often it looks, and what stands for it where it was taken out."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ group its own `Ledger`; the bookkeeping stays the same.
 
 The protocol is closed: `stage`, `factors` and `result` of a `Member` are written here and nowhere else; everybody
 calls its verbs. And it is written ahead: whatever cannot be done twice (dividing gradients, the update, moving the
-scale) happens while the stage is "interrupted", which the next stage replaces afterwards. So an exception between any
+scale) happens while the stage is "changing", which the next stage replaces afterwards. So an exception between any
 two lines, a Ctrl-C say, leaves a stage in which calls are refused until `zero_grad` starts over.
 """
 
@@ -120,9 +120,9 @@ HOST_LEDGER: Final = HostLedger()
 
 
 # idle: no scaled gradients. inside: a scale_loss body runs. scaled: gradients carry the scale.
-# unscaled: gradients are so, and wait for the step. interrupted: gradients, weights or the scale are being changed;
-# this stage is seen only where an exception ended the change half-way.
-Stage: TypeAlias = Literal["idle", "inside", "scaled", "unscaled", "interrupted"]
+# unscaled: gradients are so, and wait for the step. changing: a verb changes gradients, weights or the scale; the next
+# call finds this stage only where an exception ended the verb half-way. interrupted: a change was broken off.
+Stage: TypeAlias = Literal["idle", "inside", "scaled", "unscaled", "changing", "interrupted"]
 Emit: TypeAlias = Callable[[str, Event], None]
 # What one scale_loss body found and brings: stage and factors before, its own factor and loss id. Known by identity.
 Region: TypeAlias = tuple[Stage, dict[int, Scalar], Scalar, int]
@@ -530,7 +530,7 @@ class Member:
         self.sees_backward, self.backwards = True, []
 
     def _check_interrupted(self, call: str) -> None:
-        if self.stage == "interrupted":
+        if self.stage in ("changing", "interrupted"):
             raise ProtocolError(
                 f"{call} was called after an exception had interrupted the call before it (or two scale_loss bodies "
                 f"overlapped): gradients may be divided or not, and applied or not; accepted: zero_grad, which starts "
@@ -545,16 +545,16 @@ class Member:
         Returns:
             What `leave` is given when the body ends.
         """
-        before = self._after if self.stage == "interrupted" else self.stage
+        before = self._after if self.stage == "changing" else self.stage
         region = (before, self.factors, factor, loss_id)
-        self.stage = self._after = "interrupted"
+        self.stage, self._after = "changing", "interrupted"
         self.factors = {**self.factors, loss_id: factor}
         self._region = region
         self.stage = "inside"
         return region
 
     def leave(self, region: Region, completed: bool) -> bool | None:
-        """Note that a body ended; the stage is "interrupted" until the wrapper tidied up and called `end_change`.
+        """Note that a body ended; the stage is "changing" until the wrapper tidied up and called `end_change`.
 
         Args:
             region: What `enter` returned.
@@ -569,11 +569,11 @@ class Member:
                 self.begin_change("interrupted")
             return None
         stage, factors, factor, loss_id = region
-        if self.stage == "interrupted":  # a call in the body was
+        if self.stage in ("changing", "interrupted"):  # a call in the body was broken off
             completed, stage = False, "interrupted"
         elif self.stage == "idle":  # the gradients were cleared in the body
             stage, factors = "idle", {}
-        self.stage, self._after = "interrupted", "scaled" if completed else stage
+        self.stage, self._after = "changing", "scaled" if completed else stage
         self.factors = {**factors, loss_id: factor} if completed else factors
         self._region = None
         return completed
@@ -590,11 +590,11 @@ class Member:
             after: The stage that `end_change` goes to; None for the present one.
         """
         self._after = self.stage if after is None else after
-        self.stage = "interrupted"
+        self.stage = "changing"
 
     def end_change(self) -> None:
         """Go to the stage that `begin_change` noted: nothing was changed, or all is tidied up."""
-        if self.stage == "interrupted":
+        if self.stage == "changing":
             self.stage = self._after
 
     def begin_clear(self) -> None:
@@ -658,7 +658,7 @@ class Member:
             scale = self.factors.get(lowest)
             if scale is None:
                 scale = self.factor if self.factors else group.ledger.factor(group, lowest)
-        self.stage = "interrupted"
+        self.stage = "changing"
         group.close(Outcome(self, finite, scale, grad_norm))
         self._reset()
         if group._due:
@@ -680,7 +680,7 @@ class Member:
         """
         self.group.resolve()
         optimizer: Any = None if self._owner is None else self._owner()
-        stage = self._after if self.stage == "interrupted" else self.stage  # before the raw optimizer was stepped
+        stage = self._after if self.stage == "changing" else self.stage  # before the raw optimizer was stepped
         scaled = stage != "idle" or self._dropped_at == self.group.steps
         if self.counted or applied:  # reset here: steps that find gradients must not pay for it
             self._unreached = 0
@@ -716,7 +716,7 @@ class Member:
                 self.group.send_events()
 
     def _reset(self) -> None:
-        self.stage = "interrupted"
+        self.stage = "changing"
         self.factors = {}
         self.held = []
         self.backwards = []

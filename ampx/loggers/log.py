@@ -50,7 +50,8 @@ class Log:
         """Open the target and listen; None for the events of every framework."""
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise InvalidOptionError(
-                f"log_to got every={every!r}; accepted: a number of steps from 1 on. Pass one, such as every={LOG_EVERY}."
+                f"log_to got every={every!r}; accepted: a number of steps from 1 on. Pass one, such as "
+                f"every={LOG_EVERY}."
             )
         self.every = every
         self.rows = 0

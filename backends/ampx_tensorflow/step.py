@@ -323,7 +323,7 @@ class LedgerOptimizer(WrappedOptimizer):
 
         Gradients are values: those of an interrupted step are gone, and nothing adds to them.
         """
-        if self._caught_up().stage == "interrupted":
+        if self._caught_up().stage in ("changing", "interrupted"):
             self.zero_grad()
 
     def _caught_up(self) -> Member:

@@ -40,7 +40,7 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
             f"between evaluations, which the model would not see. Use level='O1' with this optimizer."
         )
     member, mixer = owner.ampx_member, owner.mixer
-    if member.stage == "interrupted":
+    if member.stage in ("changing", "interrupted"):
         member.check_step()
     device_type = owner.device_type or "cpu"
     was_on = owner.device_type is not None and torch.is_autocast_enabled(device_type)

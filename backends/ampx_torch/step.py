@@ -221,14 +221,14 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, pulled from a low-precision model where there is one."""
-        if self.masters is not None and self.ampx_member.stage in ("inside", "scaled", "interrupted"):
+        if self.masters is not None and self.ampx_member.stage in ("inside", "scaled", "changing", "interrupted"):
             self.masters.pull_gradients()
         return self.gradients.collect()
 
     def collect_pending(self) -> list[list[torch.Tensor]]:
         """List the gradients that a counted step can use; raise where they were never scaled."""
         member = self.ampx_member
-        if member.stage in ("inside", "interrupted"):
+        if member.stage in ("inside", "changing", "interrupted"):
             member.check_step()
         if member.stage == "idle":
             # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
@@ -248,7 +248,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         return gradients
 
     def unscale(self, gradients: list[list[torch.Tensor]], reads: bool = True) -> None:
-        """Divide gradients by the scale they carry and note their finiteness; the stage is "interrupted" after it.
+        """Divide gradients by the scale they carry and note their finiteness; the stage is "changing" after it.
 
         Without `reads`, finiteness is left to the step where reading it would wait for a device.
         """
@@ -296,7 +296,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         return True if fused.makes_momentum(self.optimizer) and bool(overflow) else overflow
 
     def look_again(self, gradients: list[list[torch.Tensor]]) -> None:
-        """Test unscaled gradients again: they may have been written to since. The stage is "interrupted" after it.
+        """Test unscaled gradients again: they may have been written to since. The stage is "changing" after it.
 
         What is not finite counts for the first loss; for none, where one had overflowed before.
         """
@@ -417,7 +417,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def run_raw(self, *args: Any) -> Any:
         """Run the raw optimizer's step, perhaps with a closure, casting off; drop weight copies that become stale.
 
-        The stage is "interrupted" from there on. Where the user has hooks before the step, it is so after them, because
+        The stage is "changing" from there on. Where the user has hooks before the step, it is so after them, because
         they may raise without harm.
         """
         raw, guard, member = self.optimizer, self._raw.guard, self.ampx_member
@@ -426,11 +426,11 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             others = len(raw._optimizer_step_pre_hooks) != 1 or raw_steps.other_hooks()
             # torch wraps every class's step to run hooks, unless the class says that it does so itself
             if others and not args and hasattr(type(raw).step, "__wrapped__"):
-                if member.stage == "interrupted":
+                if member.stage == "changing":
                     member.note_unscaled()
                 raw._optimizer_step_pre_hooks.move_to_end(self._raw.handle.id)
                 guard.begins = True
-            elif member.stage != "interrupted":
+            elif member.stage != "changing":
                 member.begin_change()
             if self._raw.incomplete:
                 self._raw.incomplete = not fused.complete_momentum(raw)
@@ -494,7 +494,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if not unread and not all(self.pending.checked.values()):
             max_value, overflow = None, True
         member = self.ampx_member
-        begins = member.stage != "interrupted"
+        begins = member.stage != "changing"
         if begins:
             member.begin_change()
         norm = clip(self.gradients.parameters(), max_norm, max_value, overflow)
@@ -641,7 +641,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if not member.group.enabled or (type(scale) is float and scale == 1.0 and not self._scales):
             return None
         # What a body of this one does, or another thread, is no other optimizer's doing.
-        if member.stage in ("inside", "interrupted") or self._bodies.thread not in (None, get_ident()):
+        if member.stage in ("inside", "changing", "interrupted") or self._bodies.thread not in (None, get_ident()):
             return None
         return self._bodies.count, _SLOTS.snapshot(self.leaves())
 
@@ -707,7 +707,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, pending ones included."""
         member = self.ampx_member
-        if member.stage == "interrupted":
+        if member.stage in ("changing", "interrupted"):
             self.reset_after_exception()
         elif member.stage in ("scaled", "unscaled") or (self.masters is not None and not member.pending):
             member.begin_change()

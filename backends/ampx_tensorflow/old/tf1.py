@@ -176,7 +176,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
 
     def ampx_catch_up(self) -> None:
         """Note that a step was interrupted, which a new loss makes good: gradients are values."""
-        if self.ampx_member.stage == "interrupted":
+        if self.ampx_member.stage in ("changing", "interrupted"):
             self.zero_grad()
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:

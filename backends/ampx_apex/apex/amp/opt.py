@@ -93,7 +93,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     # -- one block ---------------------------------------------------------------------------------
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Put unscaled gradients aside, so that scaled ones are not added to them; the stage is "interrupted" then."""
+        """Put unscaled gradients aside, so that scaled ones are not added to them; the stage is "changing" then."""
         member = self.ampx_member
         self._amp_lazy_init()
         self.verdict = Verdict()
@@ -286,7 +286,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget all gradients, pending ones and those put aside included, and what an exception left half done."""
         member = self.ampx_member
-        if self.masters is not None and member.stage == "interrupted":
+        if self.masters is not None and member.stage in ("changing", "interrupted"):
             self.masters.push_weights()  # the masters may have been updated
             casting.forget_weights()
         if not (member.pending and member.stage in ("idle", "inside")):  # inside a block it ends as it began
