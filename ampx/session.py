@@ -176,21 +176,8 @@ class Amp:
             "max_grad_value": None if max_grad_value is None else float(max_grad_value),
             **options,
         }
-        group = new_group(self.framework, config, self.enabled)
-        group.index = len(self.live_groups()) + self._transformations
-        if self.meter_every is not None:
-            if self.meter_every:
-                import_part("ampx.numerics.meter", "amp.meter_every")
-            group.meter_every, group.meter_asked = self.meter_every, True
-        wrapped: list[Any] = []
-        try:
-            for optimizer in optimizers:
-                wrapped.append(self._wrap(optimizer, group.add_member(), settings))
-        except BaseException:  # all or none
-            for optimizer in reversed(wrapped):
-                if isinstance(optimizer, WrappedOptimizer):
-                    optimizer.ampx_unwrap()
-            raise
+        group = self._new_group(config)
+        wrapped = self._wrap_all(optimizers, group, settings)
         if not isinstance(wrapped[0], WrappedOptimizer):
             self._transformations += 1
         else:
@@ -200,6 +187,29 @@ class Amp:
         for optimizer in optimizers:
             self._remember(optimizer)
         return wrapped if several else wrapped[0]
+
+    def _new_group(self, config: LossScale) -> ScaleGroup:
+        """Make the loss scale of the next optimizers."""
+        group = new_group(self.framework, config, self.enabled)
+        group.index = len(self.live_groups()) + self._transformations
+        if self.meter_every is not None:
+            if self.meter_every:
+                import_part("ampx.numerics.meter", "amp.meter_every")
+            group.meter_every, group.meter_asked = self.meter_every, True
+        return group
+
+    def _wrap_all(self, optimizers: Sequence[Any], group: ScaleGroup, settings: Mapping[str, Any]) -> list[Any]:
+        """Wrap all optimizers or none."""
+        wrapped: list[Any] = []
+        try:
+            for optimizer in optimizers:
+                wrapped.append(self._wrap(optimizer, group.add_member(), settings))
+        except BaseException:
+            for optimizer in reversed(wrapped):
+                if isinstance(optimizer, WrappedOptimizer):
+                    optimizer.ampx_unwrap()
+            raise
+        return wrapped
 
     def _wrap(self, opt: Any, member: Member, settings: Mapping[str, Any]) -> Any:
         wrapped = self.backend.wrap_optimizer(opt, member, settings)
