@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from ampx.errors import UnsupportedDtypeError
-from ampx.modules import check_patterns, inherited, last_match, unmatched
+from ampx.modules import check_patterns, forced_dtype, last_match, unmatched
 from ampx.policy import Dtype
 from ampx_tensorflow import casting, devices, products, retracing
 from ampx_tensorflow.names import Call, Modules
@@ -148,7 +148,7 @@ class Forcing:
 
 def find_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
     """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
-    return inherited(name, lambda own: last_match(own, dtypes))
+    return forced_dtype(name, dtypes)
 
 
 def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:
