@@ -145,7 +145,7 @@ def inherited(name: str, dtype_of: Callable[[str], str | None]) -> str | None:
 
 
 def forced_dtype(name: str, dtypes: Mapping[str, str]) -> str | None:
-    """Return the dtype that patterns give a module, or the innermost module around it that has one; None for neither."""
+    """Return the dtype that patterns give a module, or else the innermost module around it that has one."""
     return inherited(name, lambda own: last_match(own, dtypes))
 
 

@@ -107,7 +107,9 @@ class ScaleLoss(Generic[LossT]):
         else:
             check_loss(amp.backend, loss, amp.check_nan)
         if len(optimizers) > 1:
-            self._check_together([optimizer for optimizer in optimizers if all(optimizer is not other for other in cleared)])
+            self._check_together(
+                [optimizer for optimizer in optimizers if all(optimizer is not other for other in cleared)]
+            )
         for optimizer in cleared:
             optimizer.ampx_notice_cleared()
         return self._begin(loss, members, self._choose_scale())
