@@ -50,13 +50,29 @@ class StepObserver(abc.ABC):
 
 
 class MoveObserver(abc.ABC):
-    """Looks on at the moves of loss scales as soon as the host knows them; changes nothing."""
+    """Looks on at loss scales every so many steps, once the host knows how they moved; changes nothing.
+
+    Attributes:
+        intervals: The numbers of steps.
+    """
+
+    intervals: Sequence[int]
+
+    def is_due(self, step: int, since: int | None = None) -> bool:
+        """Return whether it looks at a step.
+
+        Args:
+            step: Its number.
+            since: The last step that the host knew of; by default the one before.
+        """
+        before = step - 1 if since is None else since
+        return any(step // every > before // every for every in self.intervals)
 
     @abc.abstractmethod
     def moved(
         self, group: ScaleGroup, before: Mapping[int, LossScaleState], window: Sequence[Outcome]
-    ) -> Iterator[Event] | None:
-        """Return events to send after those of the move itself; None for none.
+    ) -> Iterator[Event]:
+        """Look at a step that is due; return events to send after those of the move itself.
 
         Args:
             group: The loss scale, after the move.
@@ -79,6 +95,9 @@ class Ledger(abc.ABC):
     @abc.abstractmethod
     def resolve(self, group: ScaleGroup) -> None:
         """Bring the host's view up to date. Sync: allowed."""
+
+    def pace(self, group: ScaleGroup) -> None:
+        """Note that the group's observer changed, where steps wait until the host looks at them. Sync: allowed."""
 
     def close(self, group: ScaleGroup) -> None:
         """Bring the host's view up to date for the last time, because the session ends. Sync: allowed."""
@@ -229,6 +248,8 @@ class ScaleGroup:
         self.steps += 1
         finite_by_loss = window[0].finite if len(window) == 1 else _merged(window)
         observer = self.observer
+        if observer is not None and not observer.is_due(self.steps):
+            observer = None
         states = self.states if observer is None else dict(self.states)
         for loss_id, finite in finite_by_loss.items():
             before = self.state_of(loss_id)
@@ -248,9 +269,8 @@ class ScaleGroup:
             if outcome.latest:
                 result = (finite, finite, float(outcome.scale), first.scale, skips, norm)
                 outcome.member._result = result  # a StepResult once somebody looks: here every step would wait for it
-        events = None if observer is None else observer.moved(self, states, window)
-        if events is not None:
-            self._due.append(events)
+        if observer is not None:
+            self._due.append(observer.moved(self, states, window))
 
     def send_events(self) -> None:
         """Send the events of moves that were not told yet. Sync: none, unless a listener does.

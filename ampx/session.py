@@ -33,12 +33,11 @@ from .errors import (
     shown,
 )
 from .events import Event, Listener, ScaleCollapsed, StepResult
-from .metering import default_meter_every
 from .optimizer import GenericOptimizer, WrappedOptimizer, check_bound, check_clipping, wrapped_optimizers
 from .plugins import Registry, default_registry, known_failure
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
 from .protocol import Handle, Member, ScaleGroup
-from .rooms import import_part
+from .rooms import default_meter_every, import_part
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale, is_one
 from .scaling import LossT, ScaleLoss

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ampx.errors import InvalidOptionError
-from ampx.progress import LOG_EVERY
+from ampx.events import LOG_EVERY
 
 if TYPE_CHECKING:
     from ampx.run.command import RunRequest

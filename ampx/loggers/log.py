@@ -18,11 +18,11 @@ from typing import Any, Final
 
 from ampx import api
 from ampx.errors import InvalidOptionError
-from ampx.events import Event, Progress, ScaleChanged, UpdateMetered
+from ampx.events import LOG_EVERY, Event, Progress, ScaleChanged, UpdateMetered
 from ampx.plugins import default_registry, hookimpl, implemented_hooks
-from ampx.progress import LOG_EVERY, report_every
 from ampx.session import sessions
 
+from .progress import report_every
 from .targets import Row, Target, find
 
 _numbers: Final = itertools.count(1)

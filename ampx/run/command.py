@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from ampx.errors import InvalidOptionError, RunRefusedError
-from ampx.progress import LOG_EVERY
+from ampx.events import LOG_EVERY
 from ampx.rooms import parts_needed
 from ampx.run import children
 from ampx.run.ranks import process_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ampx.metering import METER_EVERY
+from ampx.rooms import METER_EVERY
 from ampx.run.page import (
     ALARM,
     by_optimizer,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ampx.formats import FORMATS, stride
-from ampx.metering import METER_SAMPLES
+from ampx.rooms import METER_SAMPLES
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 
 import ampx
-from ampx.progress import is_due
 from ampx.protocol import Handle, ScaleGroup, refuse_values
 from ampx.scale_state import LossScale, LossScaleState, is_one
 from ampx.session import new_group
@@ -532,7 +531,7 @@ class StateHandle(Handle):
             if isinstance(event, ampx.ScaleCollapsed):
                 event = dataclasses.replace(event, parameters=tuple(name for name, _, _ in self.ampx_nonfinite))
             group.send(event)
-        if is_due(steps, since if since < steps else None):
+        if group.observer is not None and group.observer.is_due(steps, since if since < steps else None):
             numbers = (result.scale, after.scale, after.consecutive_skips, self._numbers.skipped, result.grad_norm)
             group.send(ampx.Progress(*labels, *numbers))
         last = self.meter

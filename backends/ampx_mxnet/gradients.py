@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ampx.backend import Array
 from ampx.formats import stride
-from ampx.metering import METER_SAMPLES
+from ampx.rooms import METER_SAMPLES
 
 from .compat import mx
 from .dtypes import name_of

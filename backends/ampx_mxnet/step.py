@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ampx.backend import GenericBackend
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
-from ampx.metering import make_meter
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
+from ampx.rooms import make_meter
 from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
 

@@ -12,7 +12,7 @@ import paddle
 from ampx.backend import Array
 from ampx.errors import UnsupportedByBackendError
 from ampx.formats import stride
-from ampx.metering import METER_SAMPLES
+from ampx.rooms import METER_SAMPLES
 from ampx.scale_state import FLOAT32_MAX, FLOAT32_TINY
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from ampx.backend import GenericBackend
 from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
 from ampx.events import Event, Progress, StepResult
 from ampx.optimizer import WrappedOptimizer
-from ampx.progress import is_due
 from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
 from ampx.scale_state import LossScaleState, next_state
 
@@ -83,7 +82,7 @@ class GraphLedger(Ledger):
             group.skipped[0] = group.skipped.get(0, 0) + 1
         labels = (group.framework, group.index, 0, steps)
         yield from group.events_of(labels, before, after, finite)
-        if is_due(steps):
+        if group.observer is not None and group.observer.is_due(steps):
             yield Progress(*labels, before.scale, after.scale, after.consecutive_skips, group.skipped.get(0, 0))
 
     def read(self, outcome: Outcome) -> dict[int, bool]:

@@ -11,9 +11,9 @@ import paddle
 
 from ampx.backend import CastPlan, GenericBackend, Unscaled
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
-from ampx.metering import make_meter
 from ampx.optimizer import GenericOptimizer
 from ampx.protocol import Member, Stage
+from ampx.rooms import make_meter
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import FLOAT32_MAX
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from ampx.errors import AmpxWarning
 from ampx.events import StepResult
-from ampx.progress import intervals
 from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, is_one, next_state, round_to_float32
 
@@ -265,6 +264,10 @@ class VariableLedger(Ledger):
                 for member, slots in zip(group.members, self.slots, strict=True):
                     _take_over(member, slots, next_scale, int(skips))
 
+    def pace(self, group: ScaleGroup) -> None:
+        """Look as often as the group's observer does from now on. Sync: one; two more if traces made steps."""
+        history.look()
+
     def look(self, group: ScaleGroup) -> None:
         """Follow traces, if they made steps, and send the events. Sync: one; two more if they did."""
         if on_host() and (self.history.grew() or (self.by_loss is not None and self.by_loss.grew())):
@@ -417,8 +420,8 @@ def _replay(config: LossScale, state: LossScaleState, missed: history.Missed) ->
 def _advance_finite(group: ScaleGroup, count: int) -> None:
     while count:
         alike = _alike(group.config, group.states[0], count)
-        if intervals:  # a step of which a log wants to hear is repeated by itself
-            alike = min(alike, *(every - 1 - group.steps % every for every in intervals))
+        if group.observer is not None:  # a step that it looks at is repeated by itself
+            alike = min(alike, *(every - 1 - group.steps % every for every in group.observer.intervals))
         if alike:
             group.states[0] = _after(group.config, group.states[0], alike)
             group.steps += alike

@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-from ampx import progress
 from ampx.protocol import ScaleGroup
 
 from . import retracing
@@ -188,7 +187,8 @@ class _Looks:
                 ledger.look(group)
         finally:  # a listener may raise
             steps = self.steps() - before
-            every = min([LOOK_EVERY, *progress.intervals])
+            observer = ScaleGroup.observer
+            every = LOOK_EVERY if observer is None else min([LOOK_EVERY, *observer.intervals])
             self.interval = max(1, min(every, every * max(calls, 1) // max(steps, 1)))
             self.left = self.interval
 
@@ -200,7 +200,6 @@ _looks: Final = _Looks()
 look: Final[Callable[[], None]] = _looks.look
 atexit.register(look)
 retracing.before_calls(_looks.count_call)
-progress.on_change.append(look)  # from then on at the interval that logs ask for
 
 
 def watch(group: ScaleGroup) -> None:

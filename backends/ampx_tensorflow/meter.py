@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from ampx.formats import FORMATS, stride
-from ampx.metering import METER_SAMPLES
 from ampx.protocol import ScaleGroup
+from ampx.rooms import METER_SAMPLES
 
 from . import gradients
 from .replicas import read

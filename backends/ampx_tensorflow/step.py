@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
-from ampx.metering import make_meter
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, refuse_values
+from ampx.rooms import make_meter
 from ampx.scale_state import is_one
 
 from . import casting, gradients, losses_by_id, masters, meter, oplists, replicas

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampx.formats import FORMATS, stride
-from ampx.metering import METER_SAMPLES
 from ampx.protocol import NotCopied, StepObserver
+from ampx.rooms import METER_SAMPLES
 
 from .debug import name_parameters
 from .trees import stored

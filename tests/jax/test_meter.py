@@ -11,9 +11,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 from metering import count
 
 import ampx
-from ampx.metering import METER_EVERY
 from ampx.numerics import meter
 from ampx.numerics.rounding import sample
+from ampx.rooms import METER_EVERY
 from ampx_jax.state import find_all
 
 pytestmark = pytest.mark.usefixtures("quiet_end")

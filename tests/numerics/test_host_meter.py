@@ -8,7 +8,6 @@ import pytest
 from ampx.events import PrecisionLost
 from ampx.formats import FORMATS
 from ampx.numerics.host_meter import HostMeter, Sampled, Update
-from ampx.progress import report_every
 
 SCALE = 1024.0
 
@@ -27,6 +26,7 @@ class Training:
             states={0: state},
             send=self.events.append,
             meter_every=100,
+            observer=None,
         )
         self.member = types.SimpleNamespace(
             group=group,
@@ -76,11 +76,8 @@ def test_precision_that_is_lost_is_an_event(gradient, moves, lost, flushed):
 
 def test_somebody_who_logs_hears_of_every_update_that_was_metered():
     training = Training(np.float32([1.0, 2.0, 4.0, 0.0]), [0.0, 0.25, 0.25, 0.0])
-    end = report_every(7)
-    try:
-        training.train(200)
-    finally:
-        end()
+    training.member.group.observer = object()
+    training.train(200)
     lost, headroom = 1 / 3, np.log2(65504.0 / 4.0)
     assert [type(event).__name__ for event in training.events] == ["UpdateMetered"] * 2
     assert [(event.step, event.lost, event.flushed) for event in training.events] == [

@@ -7,9 +7,9 @@ import tensorflow as tf
 from metering import count
 
 import ampx
-from ampx.metering import METER_EVERY
 from ampx.numerics.meter import Meter
 from ampx.numerics.rounding import sample
+from ampx.rooms import METER_EVERY
 
 EVERY = 4
 
