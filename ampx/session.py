@@ -808,10 +808,10 @@ def init(
     _check_level(backend, opt_level)
     target = backend.device(device)
     chosen, reason = _choose_dtype(backend, target, wanted, opt_level, on_unsupported, enabled)
-    casts = chosen not in (None, "float32") and opt_level.name != "O0" and enabled
-    scale = scale or _default_scale(chosen if casts else None, opt_level)
+    chosen = None if chosen == "float32" else chosen  # which a device may prefer
+    scale = scale or _default_scale(chosen, opt_level)
     plan = None
-    if casts and chosen is not None:
+    if chosen is not None:
         plan = backend.check_plan(CastPlan(target.name, chosen, opt_level.name, allowed, denied, not is_one(scale)))
     elif enabled and (allowed or denied):  # for its errors: entries that no device could honour are mistakes here too
         assumed: OptLevel = "O1" if opt_level.name == "O0" else opt_level.name
@@ -819,9 +819,9 @@ def init(
     effective = Effective(
         framework=backend.name,
         device=target.name,
-        dtype=chosen if casts else None,
+        dtype=chosen,
         level=opt_level.name,
-        policy=opt_level.policy(chosen if casts and chosen is not None else "float32"),
+        policy=opt_level.policy(chosen or "float32"),
         loss_scale=scale,
         native=chosen in target.native,
         # Where only functions are cast that the script names, their operations are cast at every level.
