@@ -102,7 +102,7 @@ class Forcing:
 
     def of(self, name: str) -> str | None:
         """Return the dtype of a module; None where nothing forces it."""
-        return find_dtype(self._dtypes, name)
+        return forced_dtype(name, self._dtypes)
 
     def assign(self, calls: list[Call]) -> None:
         """Set the policies of layers."""
@@ -144,11 +144,6 @@ class Forcing:
     def is_low(self) -> bool:
         """Whether some dtype is low precision that computes."""
         return any(dtype in casting.LOW for dtype in self._dtypes.values())
-
-
-def find_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
-    """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
-    return forced_dtype(name, dtypes)
 
 
 def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:

@@ -15,12 +15,12 @@ from keras.src.models import Functional
 from keras.src.trainers.trainer import Trainer
 
 from ampx.backend import CastPlan
+from ampx.modules import forced_dtype
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 from ampx_tensorflow import casting
 from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.names import walk
-from ampx_tensorflow.numerics.forcing import find_dtype
 
 from .manager import KerasManager, environment_wants_graphs
 
@@ -177,7 +177,7 @@ def count_layers(manager: KerasManager, model: Any) -> None:
     names = {id(module): name for name, module in walk(model)}
     for layer in model._flatten_layers(include_self=False, recursive=True):
         if not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
-            forced = find_dtype(manager.forced, names.get(id(layer), ""))
+            forced = forced_dtype(names.get(id(layer), ""), manager.forced)
             manager.run.recorder.count_op(type(layer).__name__, forced or layer.compute_dtype)
 
 
