@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal, NoReturn, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NoReturn, TypeAlias
 
 from .errors import NestedScaleError, NotScaledError, ProtocolError
 from .events import Event, Progress, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
@@ -55,7 +55,13 @@ class StepObserver(abc.ABC):
 
 
 class Ledger(abc.ABC):
-    """Keeps a group's scale and settles its windows. The host default settles at once."""
+    """Keeps a group's scale and settles its windows. The host default settles at once.
+
+    Attributes:
+        on_device: The scale is a tensor that no step waits for.
+    """
+
+    on_device: ClassVar[bool] = False
 
     @abc.abstractmethod
     def factor(self, group: ScaleGroup, loss_id: int) -> Scalar:

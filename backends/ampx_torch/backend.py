@@ -13,9 +13,9 @@ from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 
-from . import casting, debug, devices, prepare, raw_steps
+from . import casting, debug, devices, prepare, unwrapped_steps
 from .reach import leaves_of
-from .trees import LOW
+from .trees import LOW, gradient_of
 from .wrapping import make_wrapper
 
 
@@ -96,13 +96,13 @@ class TorchBackend(ampx.Backend):
     def watch_backward(self, loss: Any, scaled: Any) -> Callable[[], bool | None]:
         if _traced(loss):  # whose gradients are values: nobody calls backward on it
             return lambda: None
-        if raw_steps.follows():
-            raw_steps.follow(leaves_of([loss])[0].values())
+        if unwrapped_steps.follows():
+            unwrapped_steps.follow(leaves_of([loss])[0].values())
         loss.retain_grad()
         scaled.retain_grad()
 
         def answer() -> bool | None:
-            return scaled.grad is not None or (None if loss.grad is None else False)
+            return gradient_of(scaled) is not None or (None if gradient_of(loss) is None else False)
 
         return answer
 
