@@ -29,12 +29,10 @@ class Findings(NotCopied):
         self.revealed = self.clipped = False
         self.norm: Any = None
 
-    def note(self, loss_id: int, finite: Any) -> None:
-        """Note the finiteness of gradients of a loss, in addition to what was found of it before."""
-        if loss_id in self.checked:
-            earlier = self.checked[loss_id]
-            finite = torch.maximum(earlier, finite) if isinstance(finite, torch.Tensor) else earlier and finite
-        self.checked[loss_id] = finite
+    def joined(self, loss_id: int, finite: Any) -> Any:
+        """Return the finiteness of more gradients of a loss together with what was found of it before."""
+        earlier = self.checked[loss_id]
+        return torch.maximum(earlier, finite) if isinstance(finite, torch.Tensor) else earlier and finite
 
     def note_norm(self, norm: Any) -> None:
         """Keep the first norm that was measured: later ones are of clipped gradients."""

@@ -202,9 +202,12 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if self.process_group is not None:
                 flags = [self.agree(self.gradients.combine(flags))]
             finite = self.gradients.combine(flags) if unread else self.gradients.finite(flags)
-        self.findings.note(loss_id, finite)
-        for other, shared in sharers(self):
-            other.provenance.note_unscaled(shared)
+        if loss_id in self.findings.checked:
+            finite = self.findings.joined(loss_id, finite)
+        self.findings.checked[loss_id] = finite
+        if len(living) > 1:
+            for other, shared in sharers(self):
+                other.provenance.note_unscaled(shared)
 
     def look_again(self, gradients: list[list[torch.Tensor]]) -> None:
         """Test unscaled gradients again: they may have been written to since. The stage is "interrupted" after it.
@@ -269,7 +272,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             factor = member.factor if self.mixer.loss_id is None else None
             if type(factor) is not float or factor != 1.0:
                 self.provenance.note(self.masters.model_parameters(), factor)
-        self._reset()
+        self.findings.forget()
+        if self.mixer.loss_id is not None or member.mixes:
+            self.mixer.reset(self)
         if ledger.on_device:
             checked = {loss_id: ledger.flag(finite) for loss_id, finite in checked.items()}
         member.finish(checked, norm)
