@@ -72,6 +72,8 @@ class TorchBackend(ampx.Backend):
             nan = value != value
         # Only a message would need the name of a floating dtype, and spelling it takes as long as all of the above.
         attached = loss.requires_grad and torch.is_grad_enabled()  # what multiplies it would be detached
+        if attached and nan is False:
+            return _SOUND
         return LossInfo(elements, "floating" if floating else str(loss.dtype), floating, attached, nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
@@ -114,6 +116,7 @@ class TorchBackend(ampx.Backend):
         return torch.stack([torch.as_tensor(scale, **options) for scale in scales]).amin()
 
 
+_SOUND: Final = LossInfo(1, "floating", True, True, False)  # nearly every loss
 # Whether a tensor stands for values inside a function that torch.func differentiates or maps.
 _traced: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_functorch_wrapped_tensor
 

@@ -108,7 +108,9 @@ class GradientSet(NotCopied):
                 continue
             if self._unusual:
                 bucket = [_plain_values(gradient) for gradient in bucket]
-            self._unusual |= unscale_into(bucket, flag, self._reciprocal(device, scale))
+            kept = self._reciprocals.get(device)
+            reciprocal = kept[1] if kept is not None and kept[0] is scale else self._reciprocal(device, scale)
+            self._unusual |= unscale_into(bucket, flag, reciprocal)
             if grows:  # torch's kernel looks at what it divides, not at the quotient
                 unscale_into(bucket, flag, torch.ones_like(flag))
         return list(flags.values())
@@ -138,11 +140,9 @@ class GradientSet(NotCopied):
             # The same bits as torch's detour over float64: a float64 quotient of float32 numbers rounds to the
             # correctly rounded float32 quotient.
             return scale.to(device).reciprocal()
-        cached = self._reciprocals.get(device)
-        if cached is None or cached[0] != scale:
-            cached = (scale, torch.full((), 1.0 / scale, dtype=torch.float32, device=device))
-            self._reciprocals[device] = cached
-        return cached[1]
+        reciprocal = torch.full((), 1.0 / scale, dtype=torch.float32, device=device)
+        self._reciprocals[device] = (scale, reciprocal)
+        return reciprocal
 
 
 def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:

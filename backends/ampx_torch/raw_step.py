@@ -78,9 +78,10 @@ class RawStep(NotCopied):
         self.incomplete = isinstance(self._optimizer, torch.optim.SGD)
 
     def run(self, divisor: torch.Tensor | None, overflow: torch.Tensor | None, *args: Any) -> Any:
-        """Run the optimizer's step, perhaps with a closure; the stage is "interrupted" from there on.
+        """Run the optimizer's step, perhaps with a closure, and forget casts of the weights that it moves.
 
-        Where the user has hooks before the step, it is so after them, because they may raise without harm.
+        The stage is "interrupted" from there on; where the user has hooks before the step, it is so after them,
+        because they may raise without harm.
 
         Args:
             divisor: What a fused kernel divides gradients by.
@@ -104,11 +105,13 @@ class RawStep(NotCopied):
                 self.incomplete = not fused.complete_momentum(raw)
             if divisor is not None or overflow is not None:
                 raw.grad_scale, raw.found_inf = divisor, overflow
-            if self._device_type is None or not casting.is_on(self._device_type):
-                return raw.step(*args)
-            # Native defect: an optimizer that multiplies matrices would have its own operations cast.
-            with casting.Off(self._device_type):
-                return raw.step(*args)
+            if self._device_type is not None and casting.is_on(self._device_type):
+                # Native defect: an optimizer that multiplies matrices would have its own operations cast.
+                with casting.Off(self._device_type):  # which forgets what it cast of weights, too
+                    return raw.step(*args)
+            result = raw.step(*args)
+            casting.forget_weights()
+            return result
         finally:
             guard.open = guard.begins = False
             if divisor is not None or overflow is not None:

@@ -167,7 +167,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self.notice_groups()
         if self.provenance.notes:
             self.provenance.bring_together(self.leaves())
-        gradients = self.collect()
+        gradients = self.gradients.collect() if self.masters is None else self.collect()
         if member.backwards and gradients:
             member.check_backward()
         return gradients
@@ -244,7 +244,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self.findings.clipped = True
 
     def apply(self, overflow: bool | torch.Tensor = False, folded: Folded | None = None, *args: Any) -> Any:
-        """Run the raw optimizer, perhaps with a closure, and drop weight copies that become stale.
+        """Run the raw optimizer, perhaps with a closure.
 
         A fused kernel divides gradients that are folded, and changes nothing where the flag `overflow` is set.
         """
@@ -252,7 +252,6 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         result = self._raw.run(divisor, None if overflow is False else overflow, *args)
         if self.masters is not None:
             self.masters.push_weights()
-        casting.forget_weights()
         return result
 
     def skip(self) -> None:
