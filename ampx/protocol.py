@@ -82,7 +82,13 @@ class MoveObserver(abc.ABC):
 
 
 class Ledger(abc.ABC):
-    """Keeps a group's scale and settles its windows. The host default settles at once."""
+    """Keeps a group's scale and settles its windows. The host default settles at once.
+
+    Attributes:
+        on_device: The scale is a tensor that no step waits for.
+    """
+
+    on_device: ClassVar[bool] = False
 
     @abc.abstractmethod
     def factor(self, group: ScaleGroup, loss_id: int) -> Scalar:
