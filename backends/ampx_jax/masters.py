@@ -66,7 +66,9 @@ def followed(masters: Any, params: Any) -> Any:
 
 
 def full(masters: Any, params: Any) -> Any:
-    """Return the parameters in float32, as the wrapped transformation sees them."""
+    """Return the parameters in float32, as the wrapped transformation sees them; without copies those themselves."""
+    if masters is None:
+        return params
     return jax.tree.map(lambda param, master: param if master is None else master, params, masters, is_leaf=_is_none)
 
 
@@ -127,7 +129,7 @@ def float32_parameters(params: Any, opt_state: Any) -> Any:
     """
     copies = StateHandle(opt_state, "float32_parameters").masters
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_array(leaf) and is_low(leaf) else leaf, params)
-    return wide if copies is None else full(copies, wide)
+    return full(copies, wide)
 
 
 def is_low(leaf: Any) -> bool:

@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
         param: The parameter.
         before: What is updated: the parameter, or its float32 copy.
         update: What the wrapped transformation would add to that.
-        gradient: Its true gradient.
+        gradient: Its unscaled gradient.
         add: Returns what `before` becomes, in float32, of float32 samples of the first three.
     """
 

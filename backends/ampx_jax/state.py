@@ -15,11 +15,12 @@ import optax
 
 import ampx
 from ampx.protocol import Handle, PendingProgress, ScaleGroup, refuse_values
-from ampx.scale_state import LossScale, LossScaleState, is_one
+from ampx.scale_state import LossScale, LossScaleState, is_one, next_state
 from ampx.session import new_group
 
 from . import meter
 from .casting import is_array
+from .gradients import count_nonfinite
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
@@ -121,10 +122,48 @@ class Numbers(NamedTuple):
     step_scale: Any
     nonfinite: Any
 
+    @classmethod
+    def first(cls, settings: Settings, group: int = 0) -> Numbers:
+        """Return the numbers before the first step, as Python's and NumPy's."""
+        return cls(
+            **dataclasses.asdict(settings.config.initial_state()),
+            steps=0,
+            skipped=0,
+            group=group,
+            applied=False,
+            finite=True,
+            step_scale=0.0,
+            nonfinite=np.zeros(len(settings.parameters), np.int32),
+        )
+
     @property
     def loss_scale(self) -> LossScaleState:
         """The part that the specification defines."""
         return LossScaleState(*self[: len(_LOSS_SCALE)])
+
+    def following(self, config: LossScale, finite: Any) -> Numbers:
+        """Return the numbers of the next step, whose gradients are finite or not; `nonfinite` stays as it is."""
+        moved = next_state(config, self.loss_scale, finite, where=jnp.where)
+        return Numbers(
+            **as_arrays(moved),
+            steps=self.steps + 1,
+            skipped=self.skipped + (~finite).astype(jnp.int32),
+            group=self.group,
+            applied=finite,
+            finite=finite,
+            step_scale=self.scale,
+            nonfinite=self.nonfinite,
+        )
+
+    def counting(self, gradients: Any) -> Numbers:
+        """Return these with the elements of gradients that are not finite; with zeros where some gradients are absent.
+
+        Then it is not known which.
+        """
+        counts = count_nonfinite(gradients)
+        return self._replace(
+            nonfinite=counts if len(counts) == self.nonfinite.shape[-1] else jnp.zeros_like(self.nonfinite)
+        )
 
     def packed(self) -> Any:
         """Return one int32 array, in which floats lie as their bits.
@@ -155,8 +194,8 @@ class AmpState(NamedTuple):
     Every array of a state costs each call of a compiled step some microseconds, so the small ones are one.
 
     Attributes:
-        packed: `Numbers` as one int32 array; None where the checkpoint of a disabled session was restored, until the
-            next step.
+        packed: `Numbers` as one int32 array, and themselves while an update goes on; None where the checkpoint of a
+            disabled session was restored, until the next step.
         grad_norm: float32, L2 norm of the last step's unscaled gradients; None where nothing clips by norm.
         meter: int32, what `ampx_jax.meter` counted; None where it never looks.
         settings: Configuration; no array.
@@ -179,8 +218,10 @@ class AmpState(NamedTuple):
         Raises:
             InvalidStateError: Something else is there.
         """
+        if isinstance(self.packed, Numbers):
+            return self.packed
         if self.packed is None:
-            return _first(self.settings, 0)
+            return Numbers.first(self.settings)
         leaves = jax.tree.leaves(self.packed)  # flax nnx holds it in a variable
         packed = leaves[0] if len(leaves) == 1 else self.packed
         if not _is_packed(packed):
@@ -242,7 +283,7 @@ class DisabledState(tuple[tuple[Any, ...], NotStepped]):
     @property
     def numbers(self) -> Numbers:
         """What there is before a step."""
-        return _first(self.settings, 0)
+        return Numbers.first(self.settings)
 
 
 def _flatten_with_keys(state: DisabledState) -> tuple[Any, NotStepped]:
@@ -260,17 +301,10 @@ def _is_packed(leaf: Any) -> bool:
     return is_array(leaf) and leaf.dtype == jnp.int32 and leaf.ndim > 0 and leaf.shape[-1] >= len(_SCALARS)
 
 
-def make(settings: Settings, group: int, norm: bool, metered: bool, masters: Any, inner: Any) -> AmpState:
-    """Return the state before the first step; every array has a buffer of its own, so that all can be donated."""
+def make(settings: Settings, inner: Any) -> AmpState:
+    """Return a state without arrays of ampx; each that is added has a buffer of its own, so that all can be donated."""
     _register_with_flax()
-    return AmpState(
-        packed=_first(settings, group).packed(),
-        grad_norm=jnp.zeros((), jnp.float32) if norm else None,
-        meter=meter.empty(len(settings.parameters)) if metered else None,
-        settings=settings,
-        masters=masters,
-        inner=inner,
-    )
+    return AmpState(None, None, None, settings, None, inner)
 
 
 def make_disabled(inner: Any, stepped: bool = False) -> DisabledState:
@@ -278,20 +312,6 @@ def make_disabled(inner: Any, stepped: bool = False) -> DisabledState:
     _register_with_flax()
     children = (*(None for _ in AmpState._fields[:-1]), inner)
     return DisabledState((children, Stepped() if stepped else NotStepped()))
-
-
-def _first(settings: Settings, group: int) -> Numbers:
-    """Return the numbers before the first step, as Python's and NumPy's."""
-    return Numbers(
-        **dataclasses.asdict(settings.config.initial_state()),
-        steps=0,
-        skipped=0,
-        group=group,
-        applied=False,
-        finite=True,
-        step_scale=0.0,
-        nonfinite=np.zeros(len(settings.parameters), np.int32),
-    )
 
 
 def path_name(path: Any) -> str:
