@@ -7,7 +7,6 @@ inside of `mastered`, `masters` holds the float32 copies with what the script wr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,13 +19,14 @@ from ampx import callers
 from ampx.backend import CastPlan
 from ampx.protocol import ScaleGroup
 
-from . import masters, meter, prepare, state as states, varying
+from . import masters, prepare, state as states, varying
 from .accumulation import let_multi_steps_recover
 from .casting import in_float64
 from .gradients import clip, unscale
-from .state import AmpState, DisabledState, Numbers, Settings
-
-Transformation = optax.GradientTransformationExtraArgs
+from .masters import mastered
+from .meter import metered
+from .state import AmpState, DisabledState, Numbers, Settings, Transformation
+from .taps import is_floating
 
 
 class Update:
@@ -179,101 +179,11 @@ def _check_parameters(params: Any) -> None:
 
 def _check_prepared(params: Any) -> None:
     leaves = jax.tree.leaves(params)
-    if any(map(_is_floating, leaves)) and not any(map(masters.is_low, leaves)):
+    if any(map(is_floating, leaves)) and not any(map(masters.is_low, leaves)):
         raise ampx.ProtocolError(
             "update of a wrapped optimizer got float32 parameters only, and level='O3' has them in low precision; "
             "accepted: what prepare returned. Call params = ampx.prepare(params) first."
         )
-
-
-def _is_floating(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-
-
-def mastered(tx: Transformation, plan: CastPlan | None) -> Transformation:
-    """Return a transformation of float32 copies at O2, which brings the parameters to them; owns `masters`."""
-
-    def init(params: Any) -> AmpState:
-        if plan is None or plan.level != "O2":
-            return tx.init(params)
-        copies = masters.make(params, plan)
-        return tx.init(masters.full(copies, params))._replace(masters=copies)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
-        before = state.masters
-        if before is None:
-            return tx.update(updates, state, params, **extra)
-        copies = masters.followed(before, params)
-        updates, state = tx.update(updates, state._replace(masters=copies), params, **extra)
-        updates, copies = masters.step(updates, before, copies, params, state.numbers.finite)
-        return updates, state._replace(masters=copies)
-
-    return Transformation(init, update)
-
-
-def metered(tx: Transformation, group: ScaleGroup, plan: CastPlan | None) -> Transformation:
-    """Return a transformation that counts, every so many steps, what it did to a sample of parameters; owns `meter`."""
-
-    def init(params: Any) -> AmpState:
-        state = tx.init(params)
-        # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be
-        # lost it is left out, unless it is asked for.
-        if group.meter_every > 0 and (group.meter_asked or (plan is not None and plan.level == "O3")):
-            state = state._replace(meter=meter.empty(len(jax.tree.leaves(params))))
-        return state
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
-        gradients = updates
-        updates, state = tx.update(gradients, state, params, **extra)
-        if state.meter is None or params is None or not group.meter_every:
-            return updates, state
-        numbers, settings = state.numbers, state.settings
-
-        def look() -> Any:
-            leaves = _looked_at(params, masters.full(state.masters, params), updates, gradients)
-            same = len(leaves) == len(settings.parameters)
-            counts = state.meter
-            return meter.look(counts, numbers.steps, numbers.step_scale, settings.compute, leaves) if same else counts
-
-        # What it looks at is in memory by now: in the branch that updates, XLA would fuse less in every step.
-        looks = numbers.finite & (numbers.steps % group.meter_every == 0)
-        counts = varying.switch(looks.astype(jnp.int32), [lambda: state.meter, look])
-        if isinstance(looks, jax.core.Tracer):
-            updates = jax.tree.map(functools.partial(_after_meter, counts), updates)
-        return updates, state._replace(meter=counts)
-
-    return Transformation(init, update)
-
-
-def _looked_at(params: Any, seen: Any, updates: Any, gradients: Any) -> list[meter.Leaf | None]:
-    """List what the meter looks at."""
-    leaves: list[meter.Leaf | None] = []
-
-    def note(param: Any, before: Any, update: Any, gradient: Any) -> None:
-        if not all(leaf is not None and _is_floating(leaf) for leaf in (param, update, gradient)):
-            leaves.append(None)
-            return
-        add = functools.partial(_sum if before.dtype == param.dtype else masters.after, param.dtype)
-        leaves.append(meter.Leaf(*map(varying.unsharded, (param, before, update, gradient)), add))
-
-    jax.tree.map(note, params, seen, updates, gradients)
-    return leaves
-
-
-def _sum(dtype: Any, param: Any, before: Any, update: Any) -> Any:
-    """Return what `optax.apply_updates` makes of a parameter."""
-    return (param + update).astype(dtype).astype(jnp.float32)
-
-
-def _after_meter(counts: Any, update: Any) -> Any:
-    """Return the update as it is, in a form that says to the compiler that the meter has looked.
-
-    Nothing else orders the look before the addition that overwrites a parameter, and XLA would keep a copy of every
-    parameter in every step. A barrier it has dropped by then. The first number is a step, which is never negative.
-    """
-    if not _is_floating(update) or not varying.follows(update, counts):
-        return update
-    return jnp.where(counts[0] >= 0, update, jnp.asarray(-0.0, update.dtype))
 
 
 def clipped(tx: Transformation, max_norm: float | None, max_value: float | None) -> Transformation:
