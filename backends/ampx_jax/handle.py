@@ -307,5 +307,7 @@ def float32_parameters(params: Any, opt_state: Any) -> Any:
         NotWrappedError, UnsupportedByBackendError: The state holds no or several loss scales.
     """
     copies = StateHandle(opt_state, "float32_parameters").masters
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_array(leaf) and masters.is_low(leaf) else leaf, params)
+    wide = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if is_array(leaf) and masters.is_low(leaf) else leaf, params
+    )
     return masters.full(copies, wide)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import ampx
 from ampx.backend import CastPlan
 
-from .casting import is_array
 from .prepare import lowered
 from .state import AmpState, Transformation
 

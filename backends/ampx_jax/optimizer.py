@@ -1,7 +1,7 @@
 """`wrap_optimizer` for optax: unscale, check, clip, apply or skip, move the scale; all in traceable code.
 
 A wrapped transformation is five, one around the other: `scaled(mastered(metered(clipped(skipping(tx)))))`. They share
-one state, `AmpState`, of which each owns fields. Inside of `scaled`, `packed` holds the `Numbers` of the step under way;
+one state, `AmpState`, and each owns a part of it. Inside of `scaled`, `packed` holds the `Numbers` of the present step;
 inside of `mastered`, `masters` holds the float32 copies with what the script wrote into its parameters.
 """
 

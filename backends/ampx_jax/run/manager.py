@@ -180,7 +180,7 @@ class JaxManager(Manager[Managed]):
             return np.float32(self.member.group.states[0].scale)
 
     def scale(self) -> Any:
-        """Return the loss scale for what is differentiated now; None where it is not multiplied. Sync: as `Outcomes`."""
+        """Return the loss scale for what is differentiated now; None where there is none. Sync: as `Outcomes`."""
         # A gradient inside of a loss is one of its values, and the loss itself is scaled.
         scales = self.casts and self.scales and not self.here.differentiating
         return self.outcomes.scale() if scales and self.outcomes is not None else None
@@ -404,8 +404,8 @@ def _differentiating(manager: JaxManager, native: Callable[..., Any], values: bo
         function = options.pop("fun", None)
         if not callable(function):
             return plain
-        cast = native(transform.autocast(function), **options)
-        differentiate = functools.partial(_differentiate, manager, value_and_grad, function, options)
+        cast, aux = transform.autocast(function), options.get("has_aux", False)
+        cast_derivative = native(cast, **options)
 
         @functools.wraps(plain)
         def derivative(*inputs: Any, **named: Any) -> Any:
@@ -415,43 +415,32 @@ def _differentiating(manager: JaxManager, native: Callable[..., Any], values: bo
             with _explained(manager, inputs, named):
                 scale = None if options.get("holomorphic") else manager.scale()
                 if scale is None and not (manager.run.recorder.reads_losses or numerics.watched()):
-                    return cast(*inputs, **named)
+                    return cast_derivative(*inputs, **named)
                 outputs, grads = _read(differentiate)(scale, inputs, named)
-            aux = options.get("has_aux", False)
             manager.note_loss(outputs[0] if aux else outputs)
             if values:
                 return outputs, grads
             return (grads, outputs[1]) if aux else grads
 
+        def differentiate(scale: Any, inputs: Any, named: Any) -> tuple[Any, Any]:
+            if scale is None:
+                return value_and_grad(cast, **options)(*inputs, **named)
+
+            def scaled(*inputs: Any, **named: Any) -> Any:
+                outputs = transform.call(function, inputs, named, scale)
+                loss = outputs[0] if aux else outputs
+                return loss.astype(jnp.float32) * scale, outputs
+
+            manager.here.differentiating = True
+            try:
+                (_, outputs), grads = value_and_grad(scaled, **{**options, "has_aux": True})(*inputs, **named)
+            finally:
+                manager.here.differentiating = False
+            return outputs, unscale(grads, scale)[0]
+
         return derivative
 
     return managed
-
-
-def _differentiate(
-    manager: JaxManager,
-    value_and_grad: Callable[..., Any],
-    function: Callable[..., Any],
-    options: dict[str, Any],
-    scale: Any,
-    inputs: Any,
-    named: Any,
-) -> tuple[Any, Any]:
-    """Return what a function returns, cast, and its unscaled gradients; without a scale the loss is not multiplied."""
-    if scale is None:
-        return value_and_grad(transform.autocast(function), **options)(*inputs, **named)
-
-    def scaled(*inputs: Any, **named: Any) -> Any:
-        outputs = transform.call(function, inputs, named, scale)
-        loss = outputs[0] if options.get("has_aux") else outputs
-        return loss.astype(jnp.float32) * scale, outputs
-
-    manager.here.differentiating = True
-    try:
-        (_, outputs), grads = value_and_grad(scaled, **{**options, "has_aux": True})(*inputs, **named)
-    finally:
-        manager.here.differentiating = False
-    return outputs, unscale(grads, scale)[0]
 
 
 def _read(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,14 +69,9 @@ class Outcomes:
         lost: Callable[[Any], None],
         scale_now: Callable[[], Any],
     ) -> None:
-        """Start with no steps.
+        """Start with no steps: `stepped` takes what came of each in order, at run time, and `lost` its loss before.
 
-        Args:
-            run: The run, whose observer hears of every loss and step as soon as it is over.
-            config: Of the loss scale; None where nothing reads one, so that compiled functions have no input for it.
-            stepped: Takes what came of the updates in order, at run time.
-            lost: Takes losses, each before what came of its step.
-            scale_now: Returns the loss scale that the host has.
+        Without a `config` nothing reads the loss scale, and compiled functions have no input for it.
         """
         self._run, self._stepped, self._lost, self._scale_now = run, stepped, lost, scale_now
         # An update calls back, or the scale is read by a callback.
