@@ -85,13 +85,7 @@ def _after_look(counts: Any, update: Any) -> Any:
 def _row(scale: Any, compute: str, param: Any, before: Any, update: Any, gradient: Any) -> Sequence[Any]:
     """Return the numbers of a parameter, and for how many of the elements an update was proposed.
 
-    Args:
-        scale: The loss scale.
-        compute: The compute dtype.
-        param: The parameter.
-        before: What is updated: the parameter, or its float32 copy.
-        update: What the wrapped transformation would add to that.
-        gradient: Its unscaled gradient; None where it has none.
+    The update is of what stands at `before`: the parameter, or its float32 copy.
     """
     if not all(map(is_floating, (param, update, gradient))):
         return (jnp.int32(0),) * (_NUMBERS + 1)
@@ -131,13 +125,7 @@ def _bits(values: Any) -> Any:
 
 
 def reading(numbers: Any, compute: str, parameters: Sequence[tuple[str, int, str]]) -> Meter | None:
-    """Return what the array holds; None before the first reading.
-
-    Args:
-        numbers: The array, on the host.
-        compute: The compute dtype.
-        parameters: Of every parameter its name, elements and dtype.
-    """
+    """Return what the array holds, on the host; None before the first reading. `parameters` is that of `Settings`."""
     if not numbers[0]:
         return None
     from ampx.numerics.meter import Meter, ParameterMeter  # it may have been taken out; nothing is metered then

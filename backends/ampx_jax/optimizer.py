@@ -234,12 +234,7 @@ def skipping(inner: Transformation, settings: Settings, axes: tuple[str, ...], c
 
 
 def apply_or_skip(finite: Any, run: Callable[[], tuple[Any, Any]], skip_to: Callable[[], Any]) -> tuple[Any, Any]:
-    """Run an update, or return updates that change nothing.
-
-    Args:
-        finite: Whether it runs.
-        run: Returns updates and what comes with them.
-        skip_to: Returns what comes with them where it does not run.
+    """Run an update where gradients are finite, else return updates that change nothing, and what `skip_to` returns.
 
     Sync: outside of compiled code, one. A switch there would be compiled anew in every step.
     """

@@ -152,14 +152,10 @@ class Numbers(NamedTuple):
         )
 
     def counting(self, gradients: Any) -> Numbers:
-        """Return these with the elements of gradients that are not finite; with zeros where some gradients are absent.
-
-        Then it is not known which.
-        """
+        """Return these with the counts of elements that are not finite; zeros where gradients are left out."""
         counts = count_nonfinite(gradients)
-        return self._replace(
-            nonfinite=counts if len(counts) == self.nonfinite.shape[-1] else jnp.zeros_like(self.nonfinite)
-        )
+        unknown = len(counts) != self.nonfinite.shape[-1]
+        return self._replace(nonfinite=jnp.zeros_like(self.nonfinite) if unknown else counts)
 
     def packed(self) -> Any:
         """Return one int32 array, in which floats lie as their bits.
