@@ -33,19 +33,19 @@ _INFINITE = 0x7F800000  # the bits of infinity; those of finite magnitudes are s
 
 def metered(tx: Transformation, group: ScaleGroup, plan: CastPlan | None) -> Transformation:
     """Return a transformation that counts, every so many steps, what it did to a sample of parameters; owns `meter`."""
+    # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be lost
+    # it is left out, unless it is asked for.
+    if not group.meter_every or not (group.meter_asked or (plan is not None and plan.level == "O3")):
+        return tx
 
     def init(params: Any) -> AmpState:
-        state = tx.init(params)
-        # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be
-        # lost it is left out, unless it is asked for.
-        if group.meter_every > 0 and (group.meter_asked or (plan is not None and plan.level == "O3")):
-            state = state._replace(meter=jnp.zeros(2 + _NUMBERS * len(jax.tree.leaves(params)), jnp.int32))
-        return state
+        empty = jnp.zeros(2 + _NUMBERS * len(jax.tree.leaves(params)), jnp.int32)
+        return tx.init(params)._replace(meter=empty)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
         gradients = updates
         updates, state = tx.update(gradients, state, params, **extra)
-        if state.meter is None or params is None or not group.meter_every:
+        if state.meter is None or params is None:
             return updates, state
         numbers = state.numbers
 
