@@ -35,7 +35,7 @@ def metered(tx: Transformation, group: ScaleGroup, plan: CastPlan | None) -> Tra
     """Return a transformation that counts, every so many steps, what it did to a sample of parameters; owns `meter`."""
     # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be lost
     # it is left out, unless it is asked for.
-    if not group.meter_every or not (group.meter_asked or (plan is not None and plan.level == "O3")):
+    if group.meter_every < 1 or not (group.meter_asked or (plan is not None and plan.level == "O3")):
         return tx
 
     def init(params: Any) -> AmpState:
