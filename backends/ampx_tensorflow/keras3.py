@@ -139,7 +139,11 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     @tf.autograph.experimental.do_not_convert
     def ampx_apply_true(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Do what `apply` does with gradients that carry no scale, as `ampx run` gets them. Sync: as `apply`."""
-        self._take_true()
+        member = self.ampx_member
+        if member.group.enabled:
+            scale = self._ledger.factor(member.group, 0)
+            self._pending.carry(scale)
+            member.note_unscaled(scale)
         self.apply(grads, trainable_variables)
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -165,8 +169,8 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     def _sum(self, grads: Sequence[Any], variables: Any, aggregate: bool) -> Sequence[Any]:
         return replicas.summed(grads) if self._clips else grads  # Keras adds them up, but after clipping
 
-    def _check(self, grads: Sequence[Any]) -> Any:
-        return super()._check(grads if self._clips else replicas.with_headroom(grads))
+    def _are_finite(self, grads: Sequence[Any]) -> Any:
+        return super()._are_finite(grads if self._clips else replicas.with_headroom(grads))
 
     def _clip(self, grads: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         grads, norm = super()._clip(grads)
@@ -220,14 +224,14 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     def save_own_variables(self, store: Any) -> None:
         """Write the variables into a file of Keras, and the scales of losses of other ids than 0."""
         super().save_own_variables(store)
-        for loss_id, (scale, counters) in self._ledger.others.items():
-            store[f"loss_{loss_id}_scale"], store[f"loss_{loss_id}_counters"] = scale.numpy(), counters.numpy()
+        for name, variable in self._ledger.saved_others().items():
+            store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, here or in an optimizer of Keras's own."""
         own, names = {}, list(store.keys())
         for name in names:
-            variable = self._find_other(name)
+            variable = self._ledger.find_other(name)
             if variable is None:
                 own[name] = store[name]
             else:

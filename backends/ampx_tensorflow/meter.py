@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ampx.errors import UnsupportedByBackendError
 from ampx.formats import FORMATS, stride
-from ampx.protocol import METER_SAMPLES, ScaleGroup
+from ampx.protocol import METER_SAMPLES, ScaleGroup, make_meter
 
-from . import gradients
-from .replicas import read
+from . import gradients, masters
+from .contexts import on_host
+from .device_scale import VariableLedger
+from .pending import ReceivedGradients
+from .replicas import read, several
 
 if TYPE_CHECKING:
-    from ampx.numerics.host_meter import HostMeter
+    from ampx.numerics.host_meter import HostMeter, Sampled
     from ampx.numerics.meter import Meter
 
 _NUMBERS: Final = 4  # of a parameter: moved, unchanged, flushed, and the bits of the largest magnitude
@@ -44,29 +48,6 @@ class Leaf(NamedTuple):
     divided: bool = False
 
 
-def leaves(
-    variables: Sequence[Any], received: Sequence[Any], true: Sequence[Any], scaled: bool, divided: bool
-) -> Sequence[Leaf]:
-    """List what a step updates, with gradients that it holds anyway; () where there is none to look at.
-
-    Args:
-        variables: What is updated.
-        received: The gradients as the step was given them.
-        true: The same, divided by the loss scale.
-        scaled: Whether those that were received carry the loss scale.
-        divided: Whether the true ones were divided by it, here or before.
-    """
-    listed = []
-    for variable, before, after in zip(variables, received, true, strict=True):
-        if after is None or isinstance(after, tf.IndexedSlices) or not after.dtype.is_floating:
-            listed.append(Leaf(variable, None))
-        elif scaled and after.dtype in gradients.LOW:  # what flushed when it was divided does not come back
-            listed.append(Leaf(variable, before))
-        else:
-            listed.append(Leaf(variable, after, divided))
-    return listed if any(leaf.gradient is not None for leaf in listed) else ()
-
-
 class _Row(NamedTuple):
     name: str
     dtype: str
@@ -75,6 +56,93 @@ class _Row(NamedTuple):
     @property
     def sampled(self) -> int:
         return -(-self.elements // stride(self.elements, METER_SAMPLES))
+
+
+class OptimizerMeter:
+    """The meter of one optimizer, in functions and outside of them.
+
+    Attributes:
+        host: The meter of steps outside of functions, which keeps what that of functions read, too.
+        observers: The same, for those steps; none where not every step updates.
+    """
+
+    def __init__(self, ledger: VariableLedger, compute: str, received: ReceivedGradients, accumulates: bool) -> None:
+        """Begin with no step.
+
+        Args:
+            ledger: Of the loss scale.
+            compute: The compute dtype.
+            received: What steps outside of functions get.
+            accumulates: Not every step updates.
+        """
+        self.host: HostMeter = make_meter(compute, self._sample)
+        self.observers = () if accumulates else (self.host,)
+        self._ledger, self._compute, self._received = ledger, compute, received
+        self._traced: TracedMeter | None = None
+
+    def _sample(self, optimizer: object, slopes: bool) -> list[Sampled]:
+        """Sample what the running step updates, and its gradients if `slopes`. Sync: one for each of them."""
+        variables = [masters.of(variable) for variable in self._received.variables]
+        return gradients.meter_samples(self._received.grads, variables, slopes)
+
+    def check(self) -> None:
+        """Raise where somebody asked for the meter, and it cannot look."""
+        group = self._ledger.contexts.host
+        if not (group.meter_asked and group.meter_every):
+            return
+        reasons = {
+            "on several replicas, none of which has the sum of their gradients": several(),
+            "and accumulates gradients, of which ampx sees only micro-batches": not self.observers,
+            "in a function with others that share its loss scale": not on_host() and len(group.members) > 1,
+            "in a function with losses of several loss_ids": not on_host() and bool(self._ledger.others),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise UnsupportedByBackendError(
+                    f"amp.meter_every is {group.meter_every}, and the optimizer steps {reason}; accepted: one replica, "
+                    f"one optimizer with one loss scale of its own, and no gradient_accumulation_steps. Set "
+                    f"amp.meter_every = 0 before wrap_optimizer."
+                )
+
+    def leaves(
+        self, variables: Sequence[Any], received: Sequence[Any], unscaled: Sequence[Any], scaled: bool, divided: bool
+    ) -> Sequence[Leaf]:
+        """List what a step in a trace updates, with gradients that it holds anyway; () where the meter does not look.
+
+        Args:
+            variables: What is updated.
+            received: The gradients as the step was given them.
+            unscaled: The same, divided by the loss scale.
+            scaled: Whether those that were received carry the loss scale.
+            divided: Whether the unscaled ones were divided by it, here or before.
+        """
+        group = self._ledger.contexts.host
+        if not (group.meter_every and self.observers and self._ledger.moves_alone(group)):
+            return ()
+        # A third branch makes every small step some 1 % slower: only where it was asked for, or updates are lost.
+        low = any(tf.as_dtype(variable.dtype).base_dtype in gradients.LOW for variable in variables)
+        if not (group.meter_asked or low) or len(variables) != len(unscaled):  # of which the raw optimizer complains
+            return ()
+        listed = []
+        for variable, before, after in zip(variables, received, unscaled, strict=True):
+            if after is None or isinstance(after, tf.IndexedSlices) or not after.dtype.is_floating:
+                listed.append(Leaf(variable, None))
+            elif scaled and after.dtype in gradients.LOW:  # what flushed when it was divided does not come back
+                listed.append(Leaf(variable, before))
+            else:
+                listed.append(Leaf(variable, after, divided))
+        return listed if any(leaf.gradient is not None for leaf in listed) else ()
+
+    def choose(
+        self, finite: Any, scale: Any, leaves: Sequence[Leaf], skip: Callable[[], None], apply: Callable[[], None]
+    ) -> None:
+        """Trace a step that is skipped, applied, or applied and counted: see `TracedMeter.choose`."""
+        ledger = self._ledger
+        if self._traced is None:
+            self._traced = TracedMeter(self._compute, self.host)
+            ledger.followers.append(self._traced.look)
+        every = ledger.contexts.host.meter_every
+        self._traced.choose(finite, ledger.next_step(), every, scale, leaves, skip, apply)
 
 
 class TracedMeter:
