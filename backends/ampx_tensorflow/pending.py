@@ -59,7 +59,7 @@ class PendingGradients:
         return self._shares_loss or not is_one(member.group.config)
 
     def wait_here(self, member: Member) -> bool:
-        """Return whether gradients wait in the member's place, which another may have stepped. Sync: one, on the host."""
+        """Return whether gradients wait in the member's place; another may have stepped. Sync: one, on the host."""
         if not member.pending:
             return False
         return member.stage not in ("scaled", "unscaled") or not on_host() or self._ledger.waits(self._place)
@@ -172,7 +172,7 @@ class ReceivedGradients:
         self.grads, self.variables = grads, variables
 
     def list_nonfinite(self) -> list[tuple[Any, int]]:
-        """List the variables whose gradients are not finite, and how many elements of these are. Sync: one a gradient."""
+        """List the variables with non-finite gradients, and how many elements of these are. Sync: one a gradient."""
         return gradients.nonfinite(self.grads, self.variables)
 
     def note_nonfinite(self, step: int, rows: Sequence[tuple[Any, int]]) -> None:
