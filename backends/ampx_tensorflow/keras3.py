@@ -17,6 +17,7 @@ from ampx.session import new_group
 from . import casting, guard, history, masters, oplists, replicas
 from .device_scale import VariableLedger
 from .losses import is_computed
+from .names import plain
 from .step import LedgerOptimizer
 
 # The first loss scale of Keras's LossScaleOptimizer, and of TensorFlow's function that rewrites graphs.
@@ -206,7 +207,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
         """Return whether the optimizer updates a variable; None where it was not built yet."""
         if not self.inner_optimizer.built:
             return None
-        return id(_plain(variable)) in {id(_plain(owned)) for owned in self._updated(None)}
+        return id(plain(variable)) in {id(plain(owned)) for owned in self._updated(None)}
 
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped."""
@@ -274,10 +275,6 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
                 config.pop("dynamic", True), config.pop("initial_scale", None), config.pop("dynamic_growth_steps", None)
             )
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
-
-
-def _plain(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def read_configuration(dynamic: bool, initial_scale: float | None, growth_steps: int | None) -> LossScale:

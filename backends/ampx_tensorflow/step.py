@@ -17,6 +17,7 @@ from . import casting, gradients, masters, meter, oplists, replicas
 from .contexts import on_host
 from .device_scale import VariableLedger
 from .losses import check_not_scaled, scale_loss, watch_backward, watch_derivative
+from .names import plain
 from .pending import PendingGradients, ReceivedGradients
 
 if TYPE_CHECKING:
@@ -217,9 +218,7 @@ class LedgerOptimizer(WrappedOptimizer):
             )
         if not replicas.several():
             return
-        scale = self._ledger.scale
-        variable = scale if isinstance(scale, tf.Variable) else getattr(scale, "value", scale)
-        if not isinstance(variable, tf.distribute.DistributedValues):
+        if not isinstance(plain(self._ledger.scale), tf.distribute.DistributedValues):
             raise ProtocolError(
                 "the optimizer was wrapped outside the scope of a strategy with several replicas, so that they would "
                 "share one loss scale and each move it; accepted: wrapping inside `with strategy.scope():`. Call "
