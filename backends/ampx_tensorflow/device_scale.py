@@ -183,7 +183,7 @@ class VariableLedger(Ledger):
         `moves_alone` is not so, the function leaves it to `settle`.
         """
         if not self.moves_alone(group):
-            return _leave
+            return lambda finite: None
 
         def move(finite: bool) -> None:
             retracing.depend()  # the host looks when the function is called
@@ -326,10 +326,6 @@ class VariableLedger(Ledger):
             next_scale, skips = tf.unstack(tf.convert_to_tensor(self.by_loss.latest))
             skips = tf.cast(skips, tf.int64)
         return StepResult(finite > 0, finite > 0, scale, next_scale, skips, norm if measured else None)
-
-
-def _leave(finite: bool) -> None:
-    """Leave the scale as it is."""
 
 
 class _Configurations:

@@ -173,10 +173,6 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     def _are_finite(self, grads: Sequence[Any]) -> Any:
         return super()._are_finite(grads if self._clips else replicas.with_headroom(grads))
 
-    def _clip(self, grads: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        grads, norm = super()._clip(grads)
-        return (replicas.shared(grads) if self._clips else grads), norm
-
     def _build(self, variables: Any) -> None:
         if self.keeps_masters and self.inner_optimizer.built:
             masters.adopt(self.inner_optimizer)
@@ -193,7 +189,8 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
         owned = self._updated(variables) if self.keeps_masters else ()
         updated = [masters.of(variable) for variable in owned] if self.keeps_masters else variables
         with casting.off():
-            guard.native(self.inner_optimizer, "apply")(grads, trainable_variables=updated)
+            shared = replicas.shared(grads) if self._clips else grads
+            guard.native(self.inner_optimizer, "apply")(shared, trainable_variables=updated)
         masters.push(owned)
 
     @property

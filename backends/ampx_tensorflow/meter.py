@@ -1,8 +1,8 @@
-"""The meter in functions: what an update did to a sample of every parameter.
+"""The meter of an optimizer: what an update did to a sample of every parameter.
 
-The counts are one variable, which the host reads when it looks. A step takes one of three branches: it is skipped,
-applied, or applied and looked at. Numbers are compared as bits: TensorFlow's kernels and compilers flush small floats
-to zero.
+Outside of functions core counts. In a function the counts are one variable, which the host reads when it looks, and a
+step takes one of three branches: it is skipped, applied, or applied and looked at. Numbers are compared as bits there:
+TensorFlow's kernels and compilers flush small floats to zero.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class OptimizerMeter:
         self.host: HostMeter = make_meter(compute, self._sample)
         self.observers = () if accumulates else (self.host,)
         self._ledger, self._compute, self._received = ledger, compute, received
-        self._traced: TracedMeter | None = None
+        # Of each list of parameters the variable that functions count in, and which step of it was read last.
+        self._numbers: dict[tuple[_Row, ...], Any] = {}
+        self._read: dict[tuple[_Row, ...], int] = {}
 
     def _sample(self, optimizer: object, slopes: bool) -> list[Sampled]:
         """Sample what the running step updates, and its gradients if `slopes`. Sync: one for each of them."""
@@ -136,46 +138,18 @@ class OptimizerMeter:
     def choose(
         self, finite: Any, scale: Any, leaves: Sequence[Leaf], skip: Callable[[], None], apply: Callable[[], None]
     ) -> None:
-        """Trace a step that is skipped, applied, or applied and counted: see `TracedMeter.choose`."""
-        ledger = self._ledger
-        if self._traced is None:
-            self._traced = TracedMeter(self._compute, self.host)
-            ledger.followers.append(self._traced.look)
-        every = ledger.contexts.host.meter_every
-        self._traced.choose(finite, ledger.next_step(), every, scale, leaves, skip, apply)
-
-
-class TracedMeter:
-    """Meters the steps that functions make with one optimizer."""
-
-    def __init__(self, compute: str, host: HostMeter) -> None:
-        """Begin with no step of this compute dtype; `host` keeps what was read last."""
-        self._compute, self._host = compute, host
-        # Of each list of parameters the variable, and which step of it was read last.
-        self._numbers: dict[tuple[_Row, ...], Any] = {}
-        self._read: dict[tuple[_Row, ...], int] = {}
-
-    def choose(
-        self,
-        finite: Any,
-        step: Any,
-        every: int,
-        scale: Any,
-        leaves: Sequence[Leaf],
-        skip: Callable[[], None],
-        apply: Callable[[], None],
-    ) -> None:
         """Trace a step that is skipped, applied, or applied and counted.
 
         Args:
             finite: Whether it is applied, a boolean scalar tensor.
-            step: Its number, counted from 1.
-            every: In every so many steps it counts.
             scale: The loss scale of the gradients.
             leaves: What is updated.
             skip: Skips the step.
             apply: Makes the update.
         """
+        step, every = self._ledger.next_step(), self._ledger.contexts.host.meter_every
+        if self.look not in self._ledger.followers:
+            self._ledger.followers.append(self.look)
         rows = tuple(
             _Row(gradients.name(leaf.variable), tf.as_dtype(leaf.variable.dtype).name, math.prod(leaf.variable.shape))
             for leaf in leaves
@@ -215,7 +189,7 @@ class TracedMeter:
                 continue
             self._read[rows] = step
             meter = _reading(bits, self._compute, rows)
-            self._host.note(meter)
+            self.host.note(meter)
             report(group, step, meter.lost, meter.flushed, meter.headroom)
 
 
