@@ -360,17 +360,19 @@ def _applying_own(manager: KerasManager, native: Callable[..., Any]) -> Callable
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         if manager.stood_down:
             manager.run.look()
+        eager = on_host()
+        recorded = eager and self in manager.wrapped
         with stats.unwatched():  # as above
-            if on_host() and self in manager.wrapped and not manager.at_work.depth:
+            if recorded and not manager.at_work.depth:
                 manager.sample(self, *args, **kwargs)
-            if not manager.stood_down or not on_host():
+            if eager and manager.stood_down:
+                with manager.run.recorder.phase("step"):
+                    result = native(self, *args, **kwargs)
+                manager.look(self)
+            else:
                 result = native(self, *args, **kwargs)
-                if manager.observing.wanted and on_host() and self in manager.wrapped:
+                if recorded and manager.observing.wanted:
                     manager.count(self)
-                return result
-            with manager.run.recorder.phase("step"):
-                result = native(self, *args, **kwargs)
-            manager.look(self)
             return result
 
     return apply
