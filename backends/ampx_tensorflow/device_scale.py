@@ -57,7 +57,7 @@ class VariableLedger(Ledger):
         self.scale = scale
         self.counters = counters
         self.history = history.History()
-        self.given: Any = None  # what `factor` gave last
+        self.last_factor: Any = None  # what `factor` returned last
         self.slots: list[Slots] = []
         self.followers: list[Callable[[ScaleGroup], None]] = []
         self.others: dict[int, LossVariables] = {}
@@ -72,7 +72,7 @@ class VariableLedger(Ledger):
             history.watch(group)
 
     def join(self) -> int:
-        """Make the variables of one more optimizer, which nothing tracks or saves; gives its position."""
+        """Make the variables of one more optimizer, which nothing tracks or saves; return its position."""
         with tf.init_scope():
             self.slots.append(Slots(tf.Variable(0.0, trainable=False), tf.Variable([0.0] * 3, trainable=False)))
         return len(self.slots) - 1
@@ -85,19 +85,19 @@ class VariableLedger(Ledger):
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
         """Return the scale that waiting gradients carry, or else the current one: see `pin` for when they differ."""
         if is_one(group.config):
-            self.given = tf.constant(1.0)
-            return self.given
+            self.last_factor = tf.constant(1.0)
+            return self.last_factor
         retracing.depend()
         if loss_id:
-            self.given = tf.convert_to_tensor(self.other(loss_id).scale)
-            return self.given
-        self.given = tf.convert_to_tensor(self.scale)
+            self.last_factor = tf.convert_to_tensor(self.other(loss_id).scale)
+            return self.last_factor
+        self.last_factor = tf.convert_to_tensor(self.scale)
         # On the host each optimizer of a list knows its own, and what another function scaled for it cannot be stepped.
         foreign = bool(self.foreign) and any(member in self.foreign for member in group.members)
         if self._pinned and not foreign and not (len(self.slots) > 1 and on_host()):
             waiting = tf.reduce_max(tf.stack([tf.convert_to_tensor(slots.pending) for slots in self.slots]))
-            self.given = tf.where(waiting > 0, waiting, self.given)
-        return self.given
+            self.last_factor = tf.where(waiting > 0, waiting, self.last_factor)
+        return self.last_factor
 
     def other(self, loss_id: int) -> LossVariables:
         """Return the variables of a loss of another id than 0, which its first use makes."""

@@ -132,7 +132,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """Call `apply` with pairs of gradients and variables; gives `iterations`."""
+        """Call `apply` with pairs of gradients and variables; return `iterations`."""
         pairs = list(grads_and_vars)
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         return self.iterations
@@ -251,7 +251,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AmpOptimizer:
-        """Return an optimizer made from what `get_config` gave, here or of a LossScaleOptimizer of Keras 2 or 3.
+        """Return an optimizer made from what `get_config` returned, here or of a LossScaleOptimizer of Keras 2 or 3.
 
         Raises:
             InvalidOptionError: It is the configuration of no such optimizer.

@@ -88,7 +88,7 @@ class OptimizerMeter:
         return gradients.meter_samples(self._received.grads, variables, slopes)
 
     def check(self) -> None:
-        """Raise where somebody asked for the meter, and it cannot look."""
+        """Raise where the meter was asked for, and cannot look."""
         group = self._ledger.contexts.host
         if not (group.meter_asked and group.meter_every):
             return

@@ -49,7 +49,7 @@ class PendingGradients:
 
     def carry(self, scale: Any) -> None:
         """Keep the scale that gradients now carry: another function may step."""
-        if scale is not self._ledger.given:
+        if scale is not self._ledger.last_factor:
             self._shares_loss = True
             self._ledger.pin()
         self._ledger.slots[self._place].pending.assign(tf.convert_to_tensor(scale, tf.float32))

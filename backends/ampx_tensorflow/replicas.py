@@ -76,7 +76,7 @@ def with_headroom(grads: Sequence[Any]) -> list[Any]:
 
 
 def shared(grads: Sequence[Any]) -> list[Any]:
-    """Divide gradients that `summed` gave among the replicas again: Keras's optimizers add them up."""
+    """Divide gradients that `summed` returned among the replicas again: Keras's optimizers add them up."""
     if not several():
         return list(grads)
     count = tf.distribute.get_replica_context().num_replicas_in_sync
@@ -92,7 +92,7 @@ def shared(grads: Sequence[Any]) -> list[Any]:
 def conditionally(
     finite: Any, if_finite: Callable[..., None], *args: Any, otherwise: Callable[[], None] | None = None
 ) -> None:
-    """Call a function on each replica where `finite`, which `everywhere` gave, is true, and another where it is not.
+    """Call a function on each replica where `finite`, of `everywhere`, is true, and another where it is not.
 
     Both change variables and return nothing; the first gets `args`, where tensors are those of the replica.
     """

@@ -359,7 +359,7 @@ class LedgerOptimizer(WrappedOptimizer):
         Native defect: the product is computed in the dtype of the loss, and overflows in float16.
 
         Args:
-            loss: Floating scalar tensor, or a function that gives one.
+            loss: Floating scalar tensor, or a function that returns one.
 
         Raises:
             NestedScaleError: A `scale_loss` body for this optimizer is running.

@@ -57,7 +57,7 @@ class ScaleVariables:
         return LossScaleState(*(tf.convert_to_tensor(self.variables[name]) for name in _STATE))
 
     def move(self, finite: Any) -> list[Any]:
-        """Move the state by one step; gives the operations that do it, for graphs."""
+        """Move the state by one step; return the operations that do it, for graphs."""
         self.traced = self.traced or not tf.executing_eagerly()
         retracing.depend()  # the host looks when the function is called
         state = self.state()

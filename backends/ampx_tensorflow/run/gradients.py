@@ -115,6 +115,6 @@ def _is_variable(source: Any) -> bool:
 
 
 def _is_loss(target: Any) -> bool:
-    """Return whether this is a loss that was not scaled: what `scale_loss` gave has a `gradient`."""
+    """Return whether this is a loss that was not scaled: what `scale_loss` returned has a `gradient`."""
     plain = isinstance(target, tf.Tensor) and not hasattr(target, "gradient")
     return bool(plain and target.dtype.is_floating and target.dtype != tf.float16)
