@@ -98,11 +98,11 @@ def parameters(model: Any) -> list[tuple[str, Any]]:
     for name, module in walk(model):
         for own, variable in _variables(module):
             named.setdefault(id(variable), (join(name, own), plain(variable)))
-    known = {id(variable) for _, variable in named.values()}
+    listed = {id(variable) for _, variable in named.values()}
     for variable in getattr(model, "trainable_variables", ()):
-        if id(variable) not in named and id(plain(variable)) not in known:
+        if id(variable) not in named and id(plain(variable)) not in listed:
             named[id(variable)] = getattr(variable, "path", variable.name), plain(variable)
-            known.add(id(plain(variable)))
+            listed.add(id(plain(variable)))
     return list(named.values())
 
 

@@ -411,5 +411,5 @@ class LedgerOptimizer(WrappedOptimizer):
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         native: Any = super()
-        variable = self._ledger.find_other(name)
+        variable = self._ledger.find_other(name) if name.startswith("loss_") else None  # there is no ledger at first
         return native._lookup_dependency(name, cached_dependencies) if variable is None else variable
