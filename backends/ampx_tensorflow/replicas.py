@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
-
-from .names import plain
 
 
 def copies(variable: Any) -> Sequence[Any]:
@@ -15,7 +14,7 @@ def copies(variable: Any) -> Sequence[Any]:
 
     TensorFlow reads and writes a variable of a strategy in no other strategy's scope; its copies belong to none.
     """
-    held = plain(variable)
+    held = variable.value if isinstance(variable, keras.Variable) else variable  # `plain`, in every step
     if not isinstance(held, tf.distribute.DistributedValues):
         return (variable,)
     local: Sequence[Any] = held.distribute_strategy.experimental_local_results(held)
