@@ -67,14 +67,7 @@ class OptimizerMeter:
     """
 
     def __init__(self, ledger: VariableLedger, compute: str, received: ReceivedGradients, accumulates: bool) -> None:
-        """Begin with no step.
-
-        Args:
-            ledger: Of the loss scale.
-            compute: The compute dtype.
-            received: What steps outside of functions get.
-            accumulates: Not every step updates.
-        """
+        """Begin with no step of this compute dtype; where it `accumulates`, not every step updates."""
         self.host: HostMeter = make_meter(compute, self._sample)
         self.observers = () if accumulates else (self.host,)
         self._ledger, self._compute, self._received = ledger, compute, received

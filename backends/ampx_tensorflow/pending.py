@@ -153,23 +153,14 @@ class PendingGradients:
 
 
 class ReceivedGradients:
-    """The gradients of the step that is made outside of functions, for who looks on, and what is wrong with them.
-
-    Attributes:
-        grads: What the step was given; () outside of such a step.
-        variables: What it updates.
-    """
+    """The gradients of the step that is made outside of functions, for who looks on, and what is wrong with them."""
 
     def __init__(self) -> None:
-        self.grads: Sequence[Any] = ()
-        self.variables: Sequence[Any] = ()
+        self.grads: Sequence[Any] = ()  # what the step was passed; () outside of such a step
+        self.variables: Sequence[Any] = ()  # what it updates
         # Of the last such step: its number, and its variables with non-finite gradients.
         self._step = 0
         self._nonfinite: list[tuple[Any, int]] = []
-
-    def hold(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Hold what a step is given, until it is released."""
-        self.grads, self.variables = grads, variables
 
     def list_nonfinite(self) -> list[tuple[Any, int]]:
         """List the variables with non-finite gradients, and how many elements of these are. Sync: one a gradient."""

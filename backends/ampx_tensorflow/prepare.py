@@ -159,11 +159,7 @@ def _may_change(layer: Any) -> bool:
 def policy_of(layer: Any, forced: str | None, dtype: str, keeps_norms: bool) -> str:
     """Return the name of a layer's policy: `dtype` where its variables become low precision, too.
 
-    Args:
-        layer: The layer.
-        forced: The dtype that it, or a layer around it, was named for; None where none was.
-        dtype: The low-precision dtype.
-        keeps_norms: Normalization keeps float32 variables and computes in float32.
+    `forced` is the dtype that it, or a layer around it, was named for; `keeps_norms` keeps normalization in float32.
     """
     if forced == "float32":
         return "float32"

@@ -14,7 +14,7 @@ def copies(variable: Any) -> Sequence[Any]:
 
     TensorFlow reads and writes a variable of a strategy in no other strategy's scope; its copies belong to none.
     """
-    held = variable.value if isinstance(variable, keras.Variable) else variable  # `plain`, in every step
+    held = variable.value if isinstance(variable, keras.Variable) else variable  # `names.plain`, without its call
     if not isinstance(held, tf.distribute.DistributedValues):
         return (variable,)
     local: Sequence[Any] = held.distribute_strategy.experimental_local_results(held)

@@ -151,7 +151,7 @@ class LedgerOptimizer(WrappedOptimizer):
 
     def _begin_observed(self, member: Member, grads: Sequence[Any], updated: Sequence[Any]) -> None:
         """Begin a step that is made outside of functions: observers see its gradients."""
-        self._received.hold(grads, updated)
+        self._received.grads, self._received.variables = grads, updated
         alike = len(updated) == len(grads)  # else the raw optimizer complains
         member.observers = self._meter.observers if alike else ()
         member.begin_step(self)
