@@ -7,7 +7,7 @@ are float16, too; those that normalize get `"mixed_float16"`, and what is denied
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,25 +15,13 @@ import tensorflow as tf
 
 from ampx.backend import Array, Backend
 from ampx.errors import ConversionError, InvalidOptionError
+from ampx.modules import inherited
 from ampx.shipping import layers as shipping
 from ampx.shipping.converter import Conversion, Converted, Converter
 
 from .casting import LOW
 from .names import walk
-
-# These compute in float32 whatever their policy says, and return what it says: where variables are float32, nothing is
-# lost, and what is added to their outputs has their dtype.
-_NORMS: Final = tuple(
-    getattr(keras.layers, name)
-    for name in ("BatchNormalization", "LayerNormalization", "GroupNormalization")
-    if hasattr(keras.layers, name)
-)
-# These compute in the dtype of their policy; the last two are of late.
-_WIDE: Final = tuple(
-    getattr(keras.layers, name)
-    for name in ("Normalization", "UnitNormalization", "RMSNormalization", "SpectralNormalization")
-    if hasattr(keras.layers, name)
-)
+from .prepare import policy_of
 
 
 def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
@@ -108,18 +96,17 @@ def _policies(layers: Mapping[str, Any], denied: frozenset[str], dtype: str) -> 
     if dtype == "float32":
         return dict.fromkeys(("", *layers), dtype)
     mixed = any(layer.compute_dtype in LOW for layer in layers.values() if isinstance(layer, keras.layers.Layer))
-    wide: list[str] = []
-    for name, layer in layers.items():
-        chosen = mixed and not _own(layer) and getattr(layer, "compute_dtype", dtype) == "float32"
-        if name in denied or isinstance(layer, _WIDE) or (chosen and not isinstance(layer, keras.Model)):
-            wide.append(name)
-    policies = {"": dtype}
-    for name, layer in layers.items():
-        if any(name == entry or name.startswith(f"{entry}.") for entry in wide):
-            policies[name] = "float32"
-        else:
-            policies[name] = f"mixed_{dtype}" if isinstance(layer, _NORMS) else dtype
-    return policies
+
+    def stays_wide(name: str, layer: Any) -> bool:
+        if name in denied or isinstance(layer, keras.layers.SpectralNormalization):  # and the layer inside of it
+            return True
+        computes_wide = getattr(layer, "compute_dtype", dtype) == "float32"
+        return mixed and computes_wide and not _own(layer) and not isinstance(layer, keras.Model)
+
+    wide = {name: "float32" for name, layer in layers.items() if stays_wide(name, layer)}
+    return {"": dtype} | {
+        name: policy_of(layer, inherited(name, wide.get), dtype, keeps_norms=True) for name, layer in layers.items()
+    }
 
 
 def _magnitudes(layers: Mapping[str, Any], policies: Mapping[str, str]) -> dict[str, float]:
