@@ -48,11 +48,10 @@ def gradient_of(parameter: paddle.Tensor) -> Any:
 
 def gradients_of(listed: Sequence[paddle.Tensor]) -> list[Any]:
     """List the gradient tensors of parameters, each as `gradient_of` returns it: a call for each would be dear."""
-    gradients = zip(listed, paddle.base.core.eager.get_all_grads(listed), strict=True)
     # `main_grad` is the float32 gradient of a low-precision parameter.
     return [
-        gradient if (main := getattr(parameter, "main_grad", None)) is None else main
-        for parameter, gradient in gradients
+        parameter._grad_ivar() if (main := getattr(parameter, "main_grad", None)) is None else main
+        for parameter in listed
     ]
 
 
@@ -148,7 +147,9 @@ def _unscale_dense(batch: list[paddle.Tensor], dtype: Any, scale: float) -> padd
             )
         if dtype == paddle.float64:
             kind = "float64"
-    _, overflow = paddle._C_ops.check_finite_and_unscale_(batch, _scalar(scale, kind, str(place)))
+    # The name of a place takes long to make.
+    where = "cpu" if place.is_cpu_place() else str(place)
+    _, overflow = paddle._C_ops.check_finite_and_unscale_(batch, _scalar(scale, kind, where))
     return overflow
 
 

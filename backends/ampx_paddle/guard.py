@@ -65,8 +65,7 @@ class StepGuard:
 
     def watch(self, optimizer: Any) -> None:
         """Take the mark's place on a raw optimizer, whatever stood there."""
-        if optimizer._get_auxiliary_var(MARK) is not self:
-            optimizer._set_auxiliary_var(MARK, self)
+        optimizer._set_auxiliary_var(MARK, self)
 
     @staticmethod
     def leave(optimizer: Any) -> None:

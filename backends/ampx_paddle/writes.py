@@ -163,10 +163,9 @@ class Writes:
         Sync: none; some where others wrote to them, or a skipped step left them.
         """
         look()
-        carried = self.carried
-        scale = carried if scale is None else scale
-        if not self.provenance.notes and carried in (ANY, scale):
+        if not self.provenance.notes and (scale is None or self.left in (ANY, scale)):
             return
+        scale = self.carried if scale is None else scale
         plan = self.plan(scale)
         if plan:
             self.member.begin_change()
