@@ -178,7 +178,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
             no_grad_set: As in Paddle.
 
         Returns:
-            None, and the pairs of parameters and (true) gradients.
+            None, and the pairs of parameters and unscaled gradients.
 
         Raises:
             ProtocolError: The program was given to `minimize` already.

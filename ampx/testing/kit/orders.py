@@ -481,7 +481,7 @@ class OrderTests(KitTests):
         bench.accumulate(FINITE)
         self.backward(bench, OTHER)
         before, saved = bench.snapshot(), bench.saved()
-        with refused(ampx.ProtocolError, passed="a backward outside", accepted="accepted: one", advice="Give"):
+        with refused(ampx.ProtocolError, passed="a backward outside", accepted="accepted: cleared", advice="Call"):
             bench.step(forget=False)
         assert (bench.snapshot(), bench.saved()) == (before, saved)
         self.trains(bench)

@@ -184,7 +184,7 @@ class PaddleManager(Manager[PaddleManaged]):
             self.run.recorder.note_scaled(self.prints.popitem()[0])
 
     def check_main_grads(self, managed: PaddleManaged) -> None:
-        """Refuse gradients that a hook of the script keeps for the optimizer: they are true while others are not."""
+        """Refuse gradients that a hook of the script keeps for the optimizer: they are unscaled while others are not."""
         if self.hooked and any(getattr(parameter, "main_grad", None) is not None for parameter in collect(managed.raw)):
             self.run.refuse(
                 "a hook of the script puts gradients into main_grad, from which the optimizer takes them; accepted: "
@@ -192,7 +192,7 @@ class PaddleManager(Manager[PaddleManaged]):
             )
 
     def reveal(self, managed: PaddleManaged) -> None:
-        """Make an optimizer's gradients true, because the script looks at one of them."""
+        """Unscale an optimizer's gradients, because the script looks at one of them."""
         if managed.wrapped.ampx_member.stage == "scaled":
             with self.working(managed):
                 managed.wrapped.ampx_unscale()
