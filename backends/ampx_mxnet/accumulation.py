@@ -69,6 +69,8 @@ class Accumulation:
 
     def reset(self) -> None:
         """Undo what an exception left of `begin`: no backward has run since."""
+        if not self.parameters:
+            return
         self._leave()
         for data, _, fresh, _ in self._before:
             data._fresh_grad = data._fresh_grad or fresh

@@ -199,7 +199,7 @@ class ManagedTrainer(AmpTrainer):
 
     def ampx_reveal(self) -> None:
         """Make scaled gradients true; those of several contexts, which are not added up yet, until `ampx_hide`."""
-        if len(self._contexts) == 1 or self._reduced:
+        if len(self._contexts) == 1 or self._pending.reduced:
             self.ampx_unscale()
         elif self.ampx_shown == 1.0:
             gradients.rescale(gradients.parameters(self.trainer), 1.0 / self.ampx_member.factor)
