@@ -15,7 +15,7 @@ from typing import Any
 from ampx.errors import ProtocolError
 
 from .compat import mx
-from .losses import second_derivatives_refused
+from .losses import check_second_derivative
 
 
 class _Body(threading.local):
@@ -134,7 +134,10 @@ def _apart(backward: Callable[..., Any]) -> Callable[..., Any]:
         for entry in _body.running:
             if (accumulation := entry()) is not None:
                 accumulation.part()
-        with second_derivatives_refused():
+        try:
             return backward(*args, **kwargs)
+        except mx.MXNetError as error:
+            check_second_derivative(error)
+            raise
 
     return apart
