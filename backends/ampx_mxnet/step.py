@@ -148,18 +148,17 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member, pending = self.ampx_member, self._pending
         pending.reduced = True  # should the update fail, a second try must not add up again
         grads = self._collect(only_fresh, divides_later)
-        if not member.group.enabled:
-            return self._check_and_clip(grads, None)
+        flag = None
         if divides_later:
-            return self._check_and_clip(grads, gradients.all_finite(grads))
-        if pending.unscaled is None:
-            self._unscale(grads)
+            flag = gradients.all_finite(grads)
+        elif pending.unscaled is not None:
+            flag = self._look_again(grads)
+        elif member.group.enabled:
+            flag = self._unscale(grads)
             if only_fresh:  # what is left alone carries the same as what is stepped with
                 gradients.rescale(self._adding(), 1.0 / member.factor, only_stale=True)
             member.begin_change("unscaled")
-        else:
-            self._look_again(grads)
-        return self._check_and_clip(grads, pending.unscaled.finite)
+        return self._check_and_clip(grads, flag)
 
     def _divisor(self) -> float | None:
         """Return what MXNet's update shall divide gradients by on its way; None where they must be unscaled before.
@@ -177,14 +176,18 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             self._pending.widen(gradients.parameters(self.trainer))
         return self._backend.gradients(self.trainer) if only_fresh else self._layout.collect(self.trainer)
 
-    def _unscale(self, grads: gradients.Batches) -> None:
-        """Divide pending gradients by their scale, in place; the caller notes it."""
-        self._pending.unscaled = self._backend.unscale(grads, self.ampx_member.factor)
+    def _unscale(self, grads: gradients.Batches) -> Any:
+        """Divide pending gradients by their scale, in place, and return their flag; the caller notes it."""
+        unscaled = self._pending.unscaled = self._backend.unscale(grads, self.ampx_member.factor)
+        return unscaled.finite
 
-    def _look_again(self, grads: gradients.Batches) -> None:
-        """Test unscaled gradients once more: they may have been written to since."""
-        before, again = self._pending.unscaled.finite, gradients.all_finite(grads)
-        self._pending.unscaled = Unscaled(grads, again if before is None else before * again)
+    def _look_again(self, grads: gradients.Batches) -> Any:
+        """Test unscaled gradients once more, which may have been written to since; return their flag."""
+        before, flag = self._pending.unscaled.finite, gradients.all_finite(grads)
+        if before is not None:
+            flag = before * flag
+        self._pending.unscaled = Unscaled(grads, flag)
+        return flag
 
     def _check_and_clip(self, grads: gradients.Batches, flag: Any) -> bool:
         """Return whether gradients are finite, and clip them then. Sync: one, for the flag and the norm together."""
