@@ -528,8 +528,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def ampx_meter(self) -> Meter | None:
         """Return what the last update that was looked at did."""
-        meter: Meter | None = self._meter.last()
-        return meter
+        return self._meter.last()
 
     def ampx_culprits(self) -> tuple[str, ...]:
         """Name the parameters whose gradients are not finite. Sync: one a gradient."""
