@@ -495,7 +495,7 @@ def test_adding_gradients_of_a_skipped_step_must_be_cleared(amp, dense, cleared)
         net.collect_params().zero_grad()
         _backward(net, opt)
     else:
-        with pytest.raises(ampx.ProtocolError, match=r"a skipped step had left .*Call trainer\.zero_grad"):
+        with pytest.raises(ampx.ProtocolError, match=r"a skipped step left.*Call opt\.zero_grad"):
             _backward(net, opt)
         with pytest.raises(ampx.ProtocolError):  # still
             _backward(net, opt)
@@ -512,7 +512,7 @@ def test_adding_to_gradients_of_another_loss_is_refused(amp, dense, backward):
     opt = amp.wrap_optimizer(_trainer(net))
     foreign = amp.wrap_optimizer(_trainer(dense()), loss_scale=4.0)
     backward(lambda: net(mx.nd.ones((1, 2))).sum(), foreign)
-    with pytest.raises(ampx.ProtocolError, match=r"another backward had left .*give scale_loss all trainers"):
+    with pytest.raises(ampx.ProtocolError, match=r"another backward where grad_req='add'.*scale_loss with all"):
         _backward(net, opt)
     opt.zero_grad()
     _backward(net, opt)
@@ -536,7 +536,7 @@ def test_a_list_refused_for_one_trainer_leaves_the_gradients_of_all(amp, weights
         return [parameter.grad().asnumpy().tobytes() for parameter in (fine, skipped)], amp.state_dict()
 
     before = stand()
-    with pytest.raises(ampx.ProtocolError, match="a skipped step had left"):
+    with pytest.raises(ampx.ProtocolError, match="a skipped step left"):
         backward(lambda: fine.data().sum() + skipped.data().sum(), [opts[place] for place in order])
     assert stand() == before
 
