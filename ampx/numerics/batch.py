@@ -52,23 +52,27 @@ class Seen:
         replayed: What the replay returned; gradients may be samples of the true ones.
         readings: What was read.
         shapes: Of the parameters, by name; None where they are those of the gradients.
+        skipped: Whether the step of the batch was skipped; None where none was made.
     """
 
     replayed: Replayed
     readings: tuple[Reading, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] | None = None
+    skipped: bool | None = None
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and every gradient are finite."""
-        return math.isfinite(self.replayed.loss) and finite_gradients(self.replayed)
+        """Whether the loss and every gradient are finite; of a step, every gradient of a module's output, too."""
+        backward = [] if self.skipped is None else [entry for entry in self.readings if entry.direction == "backward"]
+        broken = self.overflows or any(entry.value.nonfinite for entry in backward)
+        return math.isfinite(self.replayed.loss) and not broken
 
+    @property
+    def overflows(self) -> bool:
+        """Whether the gradients are not finite: the step was skipped, or would be."""
+        import numpy as np
 
-def finite_gradients(replayed: Replayed) -> bool:
-    """Return whether every gradient is finite."""
-    import numpy as np
-
-    return all(bool(np.isfinite(gradient).all()) for gradient in replayed.gradients.values())
+        return self.skipped or not all(np.isfinite(gradient).all() for gradient in self.replayed.gradients.values())
 
 
 class Batch:
