@@ -93,7 +93,6 @@ class Batch:
         place = device or (self.session.effective.device if self.session is not None else "auto")
         self.device: Device = self.backend.device(place)
         self.step, self.model = step, model
-        self.replays = 0
         self.read_before_error: tuple[Reading, ...] = ()  # in the last run that raised
 
     @property
@@ -158,7 +157,6 @@ class Batch:
 
     def run(self, casting: Casting = FLOAT32, scale: float = 1.0, watching: Watching | None = None) -> Seen:
         """Replay the batch."""
-        self.replays += 1
         with ExitStack() as stack:
             stack.enter_context(self._forced(casting))
             if watching is None:

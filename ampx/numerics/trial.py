@@ -22,6 +22,7 @@ from ampx.run.page import by_optimizer
 from ampx.run.program import WRONG_OPTIONS, Program, misplaced
 from ampx.run.recorder import SAMPLED_STEPS
 
+from .compare import ModuleError, module_errors, unscaled
 from .probe import Reading, Watching
 
 _CHILD: Final = "ampx.numerics.child"
@@ -172,6 +173,10 @@ class Outcome:
             return float(moved[-1] if moved else optimizer["initial_scale"])
         return 1.0
 
+    def unscaled_readings(self, step: int) -> list[Reading]:
+        """Return what was read in a step, gradients divided by its loss scale."""
+        return unscaled(self.readings.get(step, ()), self.scale_at(step))
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types, without the readings."""
         return {
@@ -185,6 +190,11 @@ class Outcome:
             "peak_device": self.peak_device,
             "notes": list(self.notes),
         }
+
+
+def step_errors(reference: Outcome, low: Outcome, step: int, dtype: str) -> tuple[ModuleError, ...]:
+    """Compare what modules computed in a step with what they computed in float32."""
+    return module_errors(reference.unscaled_readings(step), low.unscaled_readings(step), dtype)
 
 
 # What a script does whose losses differ from run to run, whatever the precision.
