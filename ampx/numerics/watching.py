@@ -206,7 +206,7 @@ class Tensors:
 
     def stats(self, tensors: Mapping[str, Any], dtype: str) -> dict[str, Stats]:
         """Return the numbers of tensors by name. Sync: one a device."""
-        groups = [self.reduced([tensor], FORMATS[dtype]) for tensor in tensors.values()]
+        groups = [self.reduced(self.floating(tensor), FORMATS[dtype]) for tensor in tensors.values()]
         return dict(zip(tensors, read_stats(groups, self.read), strict=True))
 
     def read(self, vectors: Sequence[Any]) -> Sequence[Sequence[float]]:
