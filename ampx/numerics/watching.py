@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ampx.backend import Array
-from ampx.formats import FORMATS, Format, stride
+from ampx.formats import stride
 from ampx.modules import Names
 
 from .probe import Direction, Reading, Stats, Watching
@@ -171,7 +171,7 @@ class Tensors:
         dtype: Returns the name of a tensor's dtype.
         held: Returns what holds a tensor's elements: of a sparse one its values.
         size: Returns how many elements that has.
-        reduce: Reduces it to one vector, on its device.
+        reduce: Reduces it for a dtype that is watched to one vector, on its device.
         flat: Returns its elements in one dimension.
         sample: Returns a copy of some of them in float32.
         device: Returns where a vector or a sample is.
@@ -185,7 +185,7 @@ class Tensors:
     dtype: Callable[[Any], str]
     held: Callable[[Any], Any]
     size: Callable[[Any], int]
-    reduce: Callable[[Any, Format], Any]
+    reduce: Callable[[Any, str], Any]
     flat: Callable[[Any], Any]
     sample: Callable[[Any], Any]
     device: Callable[[Any], Hashable]
@@ -198,15 +198,15 @@ class Tensors:
         with self.unseen():
             return [self.size(self.held(tensor)) for tensor in tensors]
 
-    def reduced(self, tensors: Iterable[Any], limits: Format) -> list[Reduced]:
+    def reduced(self, tensors: Iterable[Any], dtype: str) -> list[Reduced]:
         """Reduce the tensors that have elements, on their devices."""
         with self.unseen():
             held = [(self.size(values), values) for values in map(self.held, tensors)]
-            return [(elements, self.reduce(values, limits)) for elements, values in held if elements]
+            return [(elements, self.reduce(values, dtype)) for elements, values in held if elements]
 
     def stats(self, tensors: Mapping[str, Any], dtype: str) -> dict[str, Stats]:
         """Return the numbers of tensors by name. Sync: one a device."""
-        groups = [self.reduced(self.floating(tensor), FORMATS[dtype]) for tensor in tensors.values()]
+        groups = [self.reduced(self.floating(tensor), dtype) for tensor in tensors.values()]
         return dict(zip(tensors, read_stats(groups, self.read), strict=True))
 
     def read(self, vectors: Sequence[Any]) -> Sequence[Sequence[float]]:
@@ -240,13 +240,7 @@ class Watcher(abc.ABC):
     """Reads what modules and operations return: an interceptor of the calls of modules, and what `watch` yields."""
 
     def __init__(self, tensors: Tensors, watching: Watching, names: Names | None = None) -> None:
-        """Start empty.
-
-        Args:
-            tensors: Those of the framework.
-            watching: What to look at.
-            names: Those of the modules that are called.
-        """
+        """Start empty; without names, a subclass calls `read` for the modules that it has names of."""
         self.tensors, self.watching, self._names = tensors, watching, names
         self.log = Log(watching, tensors.read, tensors.read_samples)
         self._thread = _Thread()
@@ -297,16 +291,7 @@ class Watcher(abc.ABC):
         inputs: list[Reduced],
         line: str = "",
     ) -> Entry | None:
-        """Note a value; None where it has no floating tensors.
-
-        Args:
-            where: The module.
-            operation: "" for a module.
-            direction: Of the pass.
-            value: What was returned.
-            inputs: What was received, reduced.
-            line: The line of the user's code.
-        """
+        """Note what a module or operation returned of what it received; None where that has no floating tensors."""
         tensors = list(self.tensors.floating(value))
         if not tensors:
             return None
@@ -318,14 +303,7 @@ class Watcher(abc.ABC):
     def listeners(
         self, where: Where, tensors: Sequence[Any], operation: str = "", line: str = ""
     ) -> list[Callable[[Any], None]]:
-        """Return what is to be called with the gradient of each tensor of a value; those of one pass are one reading.
-
-        Args:
-            where: The module.
-            tensors: Those of the value that have gradients.
-            operation: "" for a module.
-            line: The line of the user's code.
-        """
+        """Return what is called with the gradient of each tensor of a value; those of one pass are one reading."""
         gradients = GradientLog(self.log, *where, operation, self._sizes(tensors))
 
         def listener(place: int) -> Callable[[Any], None]:
@@ -340,7 +318,7 @@ class Watcher(abc.ABC):
 
     def reduced(self, tree: Any) -> list[Reduced]:
         """Reduce the floating tensors of a tree, on their devices."""
-        return self.tensors.reduced(self.tensors.floating(tree), FORMATS[self.watching.dtype])
+        return self.tensors.reduced(self.tensors.floating(tree), self.watching.dtype)
 
     def _sizes(self, tensors: Sequence[Any]) -> Sequence[int]:
         return self.tensors.sizes(tensors) if self.watching.samples else ()
@@ -349,7 +327,7 @@ class Watcher(abc.ABC):
         """Reduce tensors of a value, and keep what belongs to its sample; the first has a place in the value."""
         known = self.tensors
         entry.dtype = entry.dtype or known.dtype(tensors[0])
-        entry.value += known.reduced(tensors, FORMATS[self.watching.dtype])
+        entry.value += known.reduced(tensors, self.watching.dtype)
         if entry.sampled:
             with known.unseen():
                 for place, held in enumerate(map(known.held, tensors), first):

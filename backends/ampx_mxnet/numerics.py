@@ -22,7 +22,7 @@ import numpy as np
 from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import DetachedLossError
-from ampx.formats import FORMATS, Format
+from ampx.formats import FORMATS
 from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names
 from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Reading, Replayed, Step, Watch, Watching
@@ -195,8 +195,9 @@ def _values(tensor: Any) -> Any:
     return mx.nd.reshape(classic, shape=(-1,))
 
 
-def _reduced(values: Any, limits: Format) -> Any:
+def _reduced(values: Any, dtype: str) -> Any:
     """Reduce elements to the numbers of `NUMBERS`, on their device."""
+    limits = FORMATS[dtype]
     finite = mx.nd.contrib.isfinite(values)
     magnitudes = mx.nd.where(finite, values.abs(), mx.nd.zeros_like(values))
     none = mx.nd.full(values.shape, math.inf, ctx=values.context, dtype=values.dtype)

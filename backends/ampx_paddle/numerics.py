@@ -25,7 +25,7 @@ from paddle.autograd.backward_mode import backward  # `ampx run` patches the pub
 
 from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
-from ampx.formats import FORMATS, Format
+from ampx.formats import FORMATS
 from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names
 from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Replayed, Step, Watch, Watching
@@ -171,8 +171,9 @@ def _values(tensor: Any) -> Any:
     return dense.reshape([-1])
 
 
-def _reduced(values: Any, limits: Format) -> Any:
+def _reduced(values: Any, dtype: str) -> Any:
     """Reduce elements to the numbers of `NUMBERS`, on their device."""
+    limits = FORMATS[dtype]
     if values.dtype != paddle.float64:
         values = values.astype("float32")
     finite = paddle.isfinite(values)

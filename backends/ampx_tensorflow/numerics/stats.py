@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from ampx.formats import FORMATS, Format
+from ampx.formats import FORMATS
 from ampx.numerics.watching import Tensors
 
 _INFINITY: Final = 0x7F800000  # magnitudes of float32, as integers, are in the order of the numbers
@@ -74,15 +74,16 @@ def _bits(number: float) -> int:
 
 
 @functools.cache
-def _thresholds(form: Format) -> tuple[int, int]:
+def _thresholds(dtype: str) -> tuple[int, int]:
     """Return the largest magnitude that a dtype rounds to zero, and the largest that it does not round up."""
-    if form is FORMATS["float32"]:
+    form = FORMATS[dtype]
+    if dtype == "float32":
         return 0, _INFINITY - 1
     return _bits(form.flushes_to), _bits(form.overflows_from) - 1
 
 
 @functools.cache
-def _reduction(dtype: tf.DType, watched: Format) -> Any:
+def _reduction(dtype: tf.DType, watched: str) -> Any:
     """Return a compiled function: it runs as a graph even where functions run uncompiled.
 
     It computes with the bits, since TensorFlow's kernels take subnormal numbers for zero.
@@ -134,7 +135,7 @@ TENSORS: Final = Tensors(
     dtype=lambda tensor: str(tensor.dtype.name),
     held=lambda tensor: tensor,
     size=lambda tensor: int(tensor.shape.num_elements()),
-    reduce=lambda tensor, limits: _reduction(tensor.dtype, limits)(tensor),
+    reduce=lambda tensor, watched: _reduction(tensor.dtype, watched)(tensor),
     flat=lambda tensor: tf.cast(tf.reshape(tensor, [-1]), tf.float32),
     sample=lambda values: values,
     device=lambda tensor: tensor.device,

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampx.backend import Array
-from ampx.formats import Format
+from ampx.formats import FORMATS
 from ampx.numerics.watching import Tensors
 from ampx_torch.trees import stored
 
@@ -33,8 +33,9 @@ def floating(tree: Any) -> Iterator[torch.Tensor]:
             yield from floating(getattr(tree, field.name, None))
 
 
-def _reduced(values: torch.Tensor, limits: Format) -> torch.Tensor:
+def _reduced(values: torch.Tensor, dtype: str) -> torch.Tensor:
     """Return in float64 what `_rows` makes `NUMBERS` of: inf and NaN count as zeros, and zeros as flushed."""
+    limits = FORMATS[dtype]
     if values.dtype.itemsize < 4:
         values = values.float()
     finite = values.isfinite()
