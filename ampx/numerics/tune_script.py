@@ -372,16 +372,14 @@ def tune_script(
             dtype = probe.native[0]
     search.begin(dtype, tolerance)
     if dtype == FLOAT32.dtype:
-        reason = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
-        policy = search.policy(**in_float32(reason))
+        why = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
+        policy = search.policy(**in_float32(why))
         return policy, _report(search, policy)
     if not search.agrees(search.first):
         search.check_repeatable()
     policy = searched(search, repeats if timed else 0)
-    if policy.dtype == FLOAT32.dtype and not policy.agrees:
-        return policy, _report(search, policy)
     report = _report(search, policy)
-    report["notes"] += disturbance
+    report["notes"] += disturbance if policy.agrees else []
     if report["exclusions"]:
         pytorch = policy.framework == "torch"
         report["notes"].append(_for_tensorrt(policy, report["exclusions"]))

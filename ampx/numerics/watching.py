@@ -177,7 +177,6 @@ class Tensors:
         device: Returns where a vector or a sample is.
         rows: Brings the vectors of one device to the host: of each the numbers of `NUMBERS`.
         arrays: Brings the samples of one device to the host.
-        wait: Waits for the devices.
     """
 
     unseen: Callable[[], AbstractContextManager[Any]]
@@ -191,7 +190,6 @@ class Tensors:
     device: Callable[[Any], Hashable]
     rows: Callable[[Sequence[Any]], Sequence[Sequence[float]]]
     arrays: Callable[[Sequence[Any]], Sequence[Array]]
-    wait: Callable[[], Any]
 
     def sizes(self, tensors: Iterable[Any]) -> list[int]:
         """Return how many elements tensors have."""
@@ -253,6 +251,9 @@ class Watcher(abc.ABC):
     def tapped(self, value: Any, where: Where) -> Any:
         """Return a value whose gradients are read when they come: see `listeners`."""
 
+    def wait(self) -> None:
+        """Wait for the devices, of a framework that runs ahead of them."""
+
     @property
     def where(self) -> Where:
         """The innermost module that runs in this thread; empty words outside of all."""
@@ -275,7 +276,7 @@ class Watcher(abc.ABC):
         if not self.watching.watches(where[0]):
             return forward(*inputs, **options)
         received = self.reduced((inputs, options))  # before the module can change them in place
-        output, seconds = self.log.timed(self.tensors.wait, forward, inputs, options)
+        output, seconds = self.log.timed(self.wait, forward, inputs, options)
         entry = self.note(where, "", "forward", output, received)
         if entry is None:
             return output

@@ -144,6 +144,8 @@ def watch(model: Any | None, watching: Watching) -> Iterator[Watch]:
 class _Watcher(Watcher):
     """Reads what blocks and operations return."""
 
+    wait = staticmethod(mx.nd.waitall)
+
     def readings(self) -> list[Reading]:
         mx.nd.waitall()  # the backward pass runs in threads of MXNet
         return super().readings()
@@ -231,7 +233,6 @@ _TENSORS: Final = Tensors(
     device=lambda tensor: str(tensor.context),
     rows=lambda vectors: mx.nd.concat(*vectors, dim=0).asnumpy().reshape(len(vectors), -1).tolist(),
     arrays=lambda samples: [sample.asnumpy() for sample in samples],
-    wait=mx.nd.waitall,
 )
 
 

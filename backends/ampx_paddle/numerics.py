@@ -113,8 +113,15 @@ def watch(backend: Backend, model: Any | None, watching: Watching) -> Iterator[W
         yield watcher
 
 
+def _wait() -> None:
+    if not paddle.get_device().startswith("cpu"):
+        paddle.device.synchronize()
+
+
 class _Watcher(Watcher):
     """Reads what layers and operations return."""
+
+    wait = staticmethod(_wait)
 
     def tapped(self, value: Any, where: Where, operation: str = "") -> Any:
         tensors = [tensor for tensor in casting.floating(value) if not tensor.stop_gradient]
@@ -152,11 +159,6 @@ def _heard(listen: Callable[[Any], None], gradient: Any) -> Any:
     if gradient._is_initialized():
         listen(gradient)
     return gradient  # Paddle forgets what hooks before made of it otherwise
-
-
-def _wait() -> None:
-    if not paddle.get_device().startswith("cpu"):
-        paddle.device.synchronize()
 
 
 @contextmanager
@@ -205,7 +207,6 @@ _TENSORS: Final = Tensors(
     device=lambda tensor: str(tensor.place),
     rows=lambda vectors: paddle.stack(vectors).tolist(),
     arrays=lambda samples: [sample.numpy() for sample in samples],
-    wait=_wait,
 )
 
 

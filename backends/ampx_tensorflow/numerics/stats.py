@@ -124,11 +124,6 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def _wait() -> None:
-    if tf.config.list_logical_devices("GPU"):
-        tf.test.experimental.sync_devices()
-
-
 TENSORS: Final = Tensors(
     unseen=_unseen,
     floating=floating,
@@ -141,5 +136,4 @@ TENSORS: Final = Tensors(
     device=lambda tensor: tensor.device,
     rows=_rows,
     arrays=lambda samples: [sample.numpy() for sample in samples],
-    wait=_wait,
 )

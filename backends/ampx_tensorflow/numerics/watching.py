@@ -67,6 +67,10 @@ class TensorFlowWatch(Watcher):
 
     # -- modules -----------------------------------------------------------------------------------
 
+    def wait(self) -> None:
+        if tf.config.list_logical_devices("GPU"):
+            tf.test.experimental.sync_devices()
+
     def around(self, call: Call, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, and read what it returns."""
         return self.read((call.name, call.kind), native, args, kwargs)

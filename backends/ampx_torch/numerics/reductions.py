@@ -84,5 +84,4 @@ TENSORS: Final = Tensors(
     device=lambda tensor: tensor.device,
     rows=_rows,
     arrays=_arrays,
-    wait=torch.cuda.synchronize,
 )
