@@ -454,33 +454,22 @@ class Refusal:
     line: str = ""
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """A batch in float32 and in low precision, from the same weights and random numbers, watched alike.
+def examined(
+    low: Seen | Refusal, reference: Seen, dtype: str, scale: float, again: Callable[[float], Seen]
+) -> Diagnosis:
+    """Say where a batch first fails, and why.
 
-    Attributes:
-        dtype: The precision that fails, of `FORMATS`.
-        scale: The loss scale.
-        reference: The batch in float32.
-        low: The batch in that precision; the reference itself where nothing was cast.
-        again: Computes it once more in that precision, with another loss scale.
+    Args:
+        low: The batch in the precision that fails; the reference itself where nothing was cast.
+        reference: The batch in float32, from the same weights and random numbers, watched alike.
+        dtype: The precision, of `FORMATS`.
+        scale: The loss scale of `low`.
+        again: Runs the batch in that precision with another loss scale.
     """
-
-    dtype: str
-    scale: float
-    reference: Seen
-    low: Seen | Refusal
-    again: Callable[[float], Seen]
-
-
-def examined(experiment: Experiment) -> Diagnosis:
-    """Say where a batch first fails, and why."""
-    dtype, scale, reference, low = experiment.dtype, experiment.scale, experiment.reference, experiment.low
     if isinstance(low, Refusal):
         return refused(low.message, reference, dtype, scale, low.seen, low.line)
     overflows = low is not reference and math.isfinite(low.replayed.loss) and low.overflows
-    unscaled = experiment.again(1.0) if overflows and scale != 1 else None
-    return diagnosed(low, reference, dtype, scale, unscaled)
+    return diagnosed(low, reference, dtype, scale, again(1.0) if overflows and scale != 1 else None)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscaled: Seen | None = None) -> Diagnosis:
@@ -888,4 +877,4 @@ def diagnose(
             raise
         except Exception as error:  # of the framework, which does not refuse float32
             low = Refusal(in_one_line(error), batch.read_before_error)
-    return examined(Experiment(chosen, scale, reference, low, lambda scale: batch.run(casting, scale)))
+    return examined(low, reference, chosen, scale, lambda scale: batch.run(casting, scale))

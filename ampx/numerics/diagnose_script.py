@@ -13,7 +13,7 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import Seen, plain
-from .diagnose import SAMPLES, Diagnosis, Experiment, Refusal, examined, first_failing
+from .diagnose import SAMPLES, Diagnosis, Refusal, examined, first_failing
 from .operations import normalised
 from .probe import Reading, Replayed, Stats, Watching
 from .trial import DIFFERS, Outcome, Trial, run_trial
@@ -145,7 +145,7 @@ def _look(
 
     exact_step = _seen(reference, step)
     low_step = exact_step if reference is low else _refusal(low, step) or _seen(low, step)
-    diagnosis = examined(Experiment(dtype, low.scale_at(step), exact_step, low_step, again))
+    diagnosis = examined(low_step, exact_step, dtype, low.scale_at(step), again)
     if not isinstance(low_step, Refusal):
         notes += [*_off(settings, low), *(note for outcome in (low, reference) for note in outcome.notes)]
     report = _report(trial, first or low, low, diagnosis, what, notes, step)

@@ -68,6 +68,7 @@ class TensorFlowWatch(Watcher):
     # -- modules -----------------------------------------------------------------------------------
 
     def wait(self) -> None:
+        """Wait for GPUs."""
         if tf.config.list_logical_devices("GPU"):
             tf.test.experimental.sync_devices()
 
