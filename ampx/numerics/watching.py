@@ -199,7 +199,7 @@ class Tensors:
     def reduced(self, tensors: Iterable[Any], dtype: str) -> list[Reduced]:
         """Reduce the tensors that have elements, on their devices."""
         with self.unseen():
-            held = [(self.size(values), values) for values in map(self.held, tensors)]
+            held = ((self.size(values), values) for values in map(self.held, tensors))
             return [(elements, self.reduce(values, dtype)) for elements, values in held if elements]
 
     def stats(self, tensors: Mapping[str, Any], dtype: str) -> dict[str, Stats]:

@@ -128,19 +128,6 @@ def _quiet() -> Iterator[None]:
         _thread.quiet = quiet
 
 
-@contextmanager
-def watch(model: Any | None, watching: Watching) -> Iterator[Watch]:
-    """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
-    names = Names(model, named)
-    names.check(watching.modules, "watch")
-    watcher = _Watcher(_TENSORS, watching, names)
-    with ExitStack() as stack:
-        stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher)))
-        if watching.operations:
-            stack.enter_context(_operations_watched(watcher))
-        yield watcher
-
-
 class _Watcher(Watcher):
     """Reads what blocks and operations return."""
 
@@ -268,20 +255,6 @@ def _operation(watcher: _Watcher, native: Callable[..., Any]) -> Callable[..., A
 # -- force -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
-    """Compute blocks in dtypes of their own, or round as these would: see `Probe.force`."""
-    force = _Force(Names(model, named), dtypes)
-    with ExitStack() as stack:
-        before = switch.current()
-        for dtype in sorted(set(dtypes.values()) - SIMULATED - {"float32"}):
-            # Installed once, rather than in every call of a block; the thread casts as before, outside of the blocks.
-            stack.enter_context(casting.region(_plan(dtype), True))
-            stack.enter_context(switch.Region(before))
-        stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (GRADIENTS, _Rounding(force)), (FORCES, force)))
-        yield
-
-
 def _plan(dtype: str) -> CastPlan:
     """Return the plan by which a low dtype is computed: the session's, where it has that dtype."""
     session = casting.running_session()
@@ -356,51 +329,6 @@ def rounded(tensor: Any, dtype: str) -> Any:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def replay(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-    """Compute a batch and its gradients, and leave everything but MXNet's random numbers as it was.
-
-    MXNet tells nobody where its random numbers are. Every replay draws the same ones, those of one seed; afterwards
-    others follow than without the replay, the same in every run of a seeded script. See `Probe.replay`.
-    """
-    trained = {
-        name: parameter
-        for name, parameter in model._collect_params_with_prefix().items()
-        if parameter.grad_req != "null"
-    }
-    with _restored(model):
-        loss = _computed(backend, model, step, plan, scale)
-        gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_fresh(parameter)}
-        value = float(dtypes.cast_tensor(loss, "float32").asnumpy().sum())  # a loss a sample: backward adds them up
-        initialized = {name: entry.list_data()[0] for name, entry in trained.items() if entry._data is not None}
-    return Replayed(value, gradients, _TENSORS.stats(initialized, "float16" if plan is None else plan.dtype))
-
-
-def clock(backend: Backend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `Probe.clock`.
-
-    Where something is cast, each step waits to see whether gradients are finite, as the trainer's will do.
-    """
-    trained = [entry for entry in model._collect_params_with_prefix().values() if entry.grad_req != "null"]
-    owner = SimpleNamespace(_params=list({id(parameter): parameter for parameter in trained}.values()))
-
-    def compute() -> None:
-        _computed(backend, model, step, plan, 1.0)
-        if plan is not None:
-            all_finite(collect(owner, True)).asscalar()
-
-    def seconds() -> float:
-        with _restored(model), ExitStack() as regions:
-            if plan is not None:
-                # To put in place what casts takes milliseconds, which no step of a training pays.
-                regions.enter_context(casting.region(plan, True))
-                regions.enter_context(switch.Region(None))
-            compute()
-            mx.nd.waitall()
-            return timed(compute, mx.nd.waitall)
-
-    return seconds
-
-
 def _computed(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
     """Return the loss of a batch, after its backward."""
     with switch.Region(None) if plan is None else casting.region(plan, True), mx.autograd.record():
@@ -462,17 +390,77 @@ class MXNetProbe(Probe):
     """Looks into blocks of MXNet."""
 
     rounds_unseen: ClassVar[bool] = True
-    watch = staticmethod(watch)
-    force = staticmethod(force)
 
     def simulates(self, device: Device) -> frozenset[str]:
         return SIMULATED
 
+    @contextmanager
+    def watch(self, model: Any | None, watching: Watching) -> Iterator[Watch]:
+        """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
+        names = Names(model, named)
+        names.check(watching.modules, "watch")
+        watcher = _Watcher(_TENSORS, watching, names)
+        with ExitStack() as stack:
+            stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher)))
+            if watching.operations:
+                stack.enter_context(_operations_watched(watcher))
+            yield watcher
+
+    @contextmanager
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+        """Compute blocks in dtypes of their own, or round as these would: see `Probe.force`."""
+        force = _Force(Names(model, named), dtypes)
+        with ExitStack() as stack:
+            before = switch.current()
+            for dtype in sorted(set(dtypes.values()) - SIMULATED - {"float32"}):
+                # Installed once, not in every call of a block; outside of the blocks the thread casts as before.
+                stack.enter_context(casting.region(_plan(dtype), True))
+                stack.enter_context(switch.Region(before))
+            stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (GRADIENTS, _Rounding(force)), (FORCES, force)))
+            yield
+
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        return replay(self.backend, model, step, plan, scale)
+        """Compute a batch and its gradients, and leave everything but MXNet's random numbers as it was.
+
+        MXNet tells nobody where its random numbers are. Every replay draws the same ones, those of one seed; afterwards
+        others follow than without the replay, the same in every run of a seeded script. See `Probe.replay`.
+        """
+        trained = {
+            name: parameter
+            for name, parameter in model._collect_params_with_prefix().items()
+            if parameter.grad_req != "null"
+        }
+        with _restored(model):
+            loss = _computed(self.backend, model, step, plan, scale)
+            gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_fresh(parameter)}
+            value = float(dtypes.cast_tensor(loss, "float32").asnumpy().sum())  # a loss a sample: backward adds them up
+            initialized = {name: entry.list_data()[0] for name, entry in trained.items() if entry._data is not None}
+        return Replayed(value, gradients, _TENSORS.stats(initialized, "float16" if plan is None else plan.dtype))
 
     def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        return clock(self.backend, model, step, plan)
+        """Return what times a batch and its gradients: see `Probe.clock`.
+
+        Where something is cast, each step waits to see whether gradients are finite, as the trainer's will do.
+        """
+        trained = [entry for entry in model._collect_params_with_prefix().values() if entry.grad_req != "null"]
+        owner = SimpleNamespace(_params=list({id(parameter): parameter for parameter in trained}.values()))
+
+        def compute() -> None:
+            _computed(self.backend, model, step, plan, 1.0)
+            if plan is not None:
+                all_finite(collect(owner, True)).asscalar()
+
+        def seconds() -> float:
+            with _restored(model), ExitStack() as regions:
+                if plan is not None:
+                    # To put in place what casts takes milliseconds, which no step of a training pays.
+                    regions.enter_context(casting.region(plan, True))
+                    regions.enter_context(switch.Region(None))
+                compute()
+                mx.nd.waitall()
+                return timed(compute, mx.nd.waitall)
+
+        return seconds
 
     def seed(self, number: int) -> None:
         """Seed MXNet, whose random numbers are then the same in every run."""

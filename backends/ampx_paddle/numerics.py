@@ -99,20 +99,6 @@ def _quiet() -> Iterator[None]:
         _thread.quiet = quiet
 
 
-@contextmanager
-def watch(backend: Backend, model: Any | None, watching: Watching) -> Iterator[Watch]:
-    """Read the outputs of layers and the gradients of these outputs: see `Probe.watch`."""
-    names = Names(model, named)
-    names.check(watching.modules, "watch")
-    watcher = _Watcher(_TENSORS, watching, names)
-    with ExitStack() as stack:
-        stack.enter_context(_uncompiled(backend, "watch", model))
-        stack.enter_context(calls.around((WATCHERS, watcher)))
-        if watching.operations:
-            stack.enter_context(_operations_watched(watcher))
-        yield watcher
-
-
 def _wait() -> None:
     if not paddle.get_device().startswith("cpu"):
         paddle.device.synchronize()
@@ -276,14 +262,6 @@ def _in_backward(native: Callable[..., Any]) -> Callable[..., Any]:
 # -- force -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def force(backend: Backend, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
-    """Compute layers in dtypes of their own, or round as these would: see `Probe.force`."""
-    force = _Force(Names(model, named), dtypes)
-    with _uncompiled(backend, "force", model), calls.around((GRADIENTS, _Widening(force)), (FORCES, force)):
-        yield
-
-
 def computes(dtype: str) -> bool:
     """Return whether the present device computes in a low dtype."""
     return dtype not in SIMULATED and not paddle.get_device().startswith("cpu")
@@ -375,40 +353,6 @@ def rounded(tensor: Any, dtype: str) -> Any:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def replay(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-    """Compute a batch and its gradients, and leave everything as it was: see `Probe.replay`."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if not parameter.stop_gradient}
-    with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
-        loss = _computed(backend, model, step, plan, scale)
-        gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_there(parameter)}
-        value = float(loss.astype("float32"))
-    return Replayed(value, gradients, _TENSORS.stats(trained, "float16" if plan is None else plan.dtype))
-
-
-def clock(backend: Backend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `Probe.clock`.
-
-    Where something is cast, each step waits to see whether gradients are finite, as the optimizer's will do.
-    """
-    trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
-
-    def compute() -> None:
-        for parameter in trained:
-            if _is_there(parameter):
-                parameter.clear_gradient(False)
-        _computed(backend, model, step, plan, 1.0)
-        if plan is not None and computes(plan.dtype):
-            bool(unscale([parameter for parameter in trained if _is_there(parameter)], 1.0))
-
-    def seconds() -> float:
-        with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
-            compute()
-            _wait()
-            return timed(compute, _wait)
-
-    return seconds
-
-
 def _computed(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
     """Return the loss of a batch, after its backward."""
     with casting.region(plan, True) if plan and computes(plan.dtype) else casting.off():
@@ -494,17 +438,57 @@ class PaddleProbe(Probe):
         eager_cpu = device.name == "cpu" and paddle.in_dynamic_mode() and paddle.get_device() == "cpu"
         return _ROUNDED if eager_cpu else SIMULATED
 
-    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
-        return watch(self.backend, model, watching)
+    @contextmanager
+    def watch(self, model: Any | None, watching: Watching) -> Iterator[Watch]:
+        """Read the outputs of layers and the gradients of these outputs: see `Probe.watch`."""
+        names = Names(model, named)
+        names.check(watching.modules, "watch")
+        watcher = _Watcher(_TENSORS, watching, names)
+        with ExitStack() as stack:
+            stack.enter_context(_uncompiled(self.backend, "watch", model))
+            stack.enter_context(calls.around((WATCHERS, watcher)))
+            if watching.operations:
+                stack.enter_context(_operations_watched(watcher))
+            yield watcher
 
-    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[None]:
-        return force(self.backend, model, dtypes)
+    @contextmanager
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+        """Compute layers in dtypes of their own, or round as these would: see `Probe.force`."""
+        force = _Force(Names(model, named), dtypes)
+        with _uncompiled(self.backend, "force", model), calls.around((GRADIENTS, _Widening(force)), (FORCES, force)):
+            yield
 
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        return replay(self.backend, model, step, plan, scale)
+        """Compute a batch and its gradients, and leave everything as it was: see `Probe.replay`."""
+        trained = {name: parameter for name, parameter in model.named_parameters() if not parameter.stop_gradient}
+        with _uncompiled(self.backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
+            loss = _computed(self.backend, model, step, plan, scale)
+            gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_there(parameter)}
+            value = float(loss.astype("float32"))
+        return Replayed(value, gradients, _TENSORS.stats(trained, "float16" if plan is None else plan.dtype))
 
     def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        return clock(self.backend, model, step, plan)
+        """Return what times a batch and its gradients: see `Probe.clock`.
+
+        Where something is cast, each step waits to see whether gradients are finite, as the optimizer's will do.
+        """
+        trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+
+        def compute() -> None:
+            for parameter in trained:
+                if _is_there(parameter):
+                    parameter.clear_gradient(False)
+            _computed(self.backend, model, step, plan, 1.0)
+            if plan is not None and computes(plan.dtype):
+                bool(unscale([parameter for parameter in trained if _is_there(parameter)], 1.0))
+
+        def seconds() -> float:
+            with _uncompiled(self.backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
+                compute()
+                _wait()
+                return timed(compute, _wait)
+
+        return seconds
 
     def seed(self, number: int) -> None:
         """Seed Paddle, whose random numbers are then the same in every run."""
