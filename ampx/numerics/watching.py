@@ -326,15 +326,15 @@ class Watcher(abc.ABC):
 
     def _take(self, entry: Entry, tensors: Sequence[Any], first: int = 0) -> None:
         """Reduce tensors of a value, and keep what belongs to its sample; the first has a place in the value."""
-        known = self.tensors
-        entry.dtype = entry.dtype or known.dtype(tensors[0])
-        entry.value += known.reduced(tensors, self.watching.dtype)
+        own = self.tensors
+        entry.dtype = entry.dtype or own.dtype(tensors[0])
+        entry.value += own.reduced(tensors, self.watching.dtype)
         if entry.sampled:
-            with known.unseen():
-                for place, held in enumerate(map(known.held, tensors), first):
-                    sample = entry.chosen(place, known.flat(held), known.size(held))
+            with own.unseen():
+                for place, held in enumerate(map(own.held, tensors), first):
+                    sample = entry.chosen(place, own.flat(held), own.size(held))
                     if sample is not None:
-                        entry.samples[place] = known.sample(sample)
+                        entry.samples[place] = own.sample(sample)
 
 
 def read_stats(groups: Sequence[Sequence[Reduced]], read: Read) -> list[Stats]:
