@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
 from . import equations
@@ -541,25 +542,45 @@ def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         return evaluate(mode, closed, args)
 
     def forward(scales: list[Any], *args: Any) -> tuple[list[Any], Any]:
-        def both(*inner: Any) -> list[Any]:
-            closed_over, inputs = inner[:count], inner[count:]  # JAX differentiates only the latter
-            results, pullback = jax.vjp(lambda *a: bind(equation, [*closed_over, *a], equation.params), *inputs)
+        # Rules may ask which operands are differentiated, as Equinox's loops do, and refuse the others.
+        varied = [place for place, arg in enumerate(args) if arg.perturbed and place >= count]
+        values = [arg.value for arg in args]
+
+        def both(*values: Any) -> list[Any]:
+            def call(*inner: Any) -> list[Any]:
+                operands = {**dict(enumerate(values)), **dict(zip(varied, inner, strict=True))}
+                return bind(equation, [operands[place] for place in range(len(args))], equation.params)
+
+            results, pullback = jax.vjp(call, *(values[place] for place in varied))
             leaves, tree = jax.tree.flatten(pullback)
-            structure[:] = [len(results), tree]
+            structure[:] = [len(results), tree, varied]
             return [*results, *leaves]
 
-        computed = evaluate(mode, jax.make_jaxpr(both)(*args), args)
-        return computed[: structure[0]], (computed[structure[0] :], scales)
+        computed = evaluate(mode, jax.make_jaxpr(both)(*values), values)
+        return computed[: structure[0]], (computed[structure[0] :], [scale.value for scale in scales])
 
     def backward(residuals: Any, upstream: list[Any]) -> tuple[Any, ...]:
         leaves, scales = residuals
+        upstream = [_instantiated(value) for value in upstream]
         upstream = _times(upstream, [1.0 / scale for scale in scales])
         own = jax.make_jaxpr(lambda ls, up: jax.tree.unflatten(structure[1], ls)(up))(leaves, upstream)
-        gradients = _times(evaluate(mode, own, [*leaves, *upstream]), scales)
-        return (None, *(None for _ in range(count)), *gradients)
+        gradients: list[Any] = [None] * len(values)
+        for place, gradient in zip(
+            structure[2], _times(evaluate(mode, own, [*leaves, *upstream]), scales), strict=True
+        ):
+            gradients[place] = gradient
+        return (None, *gradients)
 
-    function.defvjp(forward, backward)
+    function.defvjp(forward, backward, symbolic_zeros=True)
     return function(scales, *values)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """Return a cotangent as an array where it is a symbolic zero."""
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    make = np.zeros if cotangent.dtype == jax.dtypes.float0 else jnp.zeros
+    return make(cotangent.shape, cotangent.dtype)
 
 
 def _times(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
