@@ -97,25 +97,6 @@ class Log:
             self._entries.append(entry)
         return entry
 
-    def timed(
-        self, wait: Callable[[], Any], forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Any, float | None]:
-        """Return what the call of a module returns, and how long it took, where that was asked for.
-
-        Args:
-            wait: Waits for the device.
-            forward: Calls the module.
-            inputs: Its arguments.
-            options: Its keyword arguments.
-        """
-        if not self.watching.times:
-            return forward(*inputs, **options), None
-        wait()
-        begin = time.perf_counter()
-        output = forward(*inputs, **options)
-        wait()
-        return output, time.perf_counter() - begin
-
     def readings(self) -> list[Reading]:
         """Return what was seen so far. Sync: one a device."""
         entries = [entry for entry in self._entries if entry.dtype]
@@ -276,12 +257,21 @@ class Watcher(abc.ABC):
         if not self.watching.watches(where[0]):
             return forward(*inputs, **options)
         received = self.reduced((inputs, options))  # before the module can change them in place
-        output, seconds = self.log.timed(self.wait, forward, inputs, options)
+        began = self._now()
+        output = forward(*inputs, **options)
+        seconds = self._now() - began
         entry = self.note(where, "", "forward", output, received)
         if entry is None:
             return output
-        entry.seconds = seconds
+        entry.seconds = seconds if self.watching.times else None
         return self.tapped(output, where)
+
+    def _now(self) -> float:
+        """Return the time at which the devices are done, where calls are timed."""
+        if not self.watching.times:
+            return 0.0
+        self.wait()
+        return time.perf_counter()
 
     def note(
         self,
