@@ -192,7 +192,11 @@ def check_dtypes(dtypes: Mapping[str, str]) -> None:
 
 @contextmanager
 def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[Forcing]:
-    """Compute named modules in dtypes of their own: see `Probe.force`."""
+    """Compute named modules in dtypes of their own: see `Probe.force`.
+
+    Of a `tf.Module` that is no layer, low precision is that of its products, as under `ampx run`: results are float32
+    again, as the variables are.
+    """
     check_dtypes(dtypes)
     modules = Modules(model)
     if model is not None:
