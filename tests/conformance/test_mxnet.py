@@ -12,6 +12,8 @@ if importlib.util.find_spec("mxnet") is None:
 import numpy as np
 
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
+from ampx.testing.kit.orders import OrderTests
+from ampx.testing.kit.windows import PerLossTests
 from ampx_mxnet.compat import mx
 from ampx_mxnet.devices import describe
 from ampx_mxnet.dtypes import DTYPES, cast_tensor, name_of
@@ -210,6 +212,15 @@ class MXNetHarness(Harness):
 
 class TestCpu(BackendSuite):
     harness = MXNetHarness
+
+
+class TestInFloat32(OrderTests, PerLossTests):
+    """MXNet adds gradients up by itself here; where bfloat16 is cast, ampx does."""
+
+    harness = MXNetHarness
+
+    def start(self, loss_scale=None, **options):
+        return super().start(loss_scale, **{"dtype": "float32", "level": "O0", **options})
 
 
 class TestFuzz(FuzzSuite):

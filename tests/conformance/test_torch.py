@@ -9,6 +9,7 @@ from hypothesis import settings
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite  # noqa: E402
+from ampx.testing.kit.windows import PerLossTests  # noqa: E402
 from matrix import MatrixSuite  # noqa: E402
 from transfer import TransferSuite  # noqa: E402
 
@@ -149,6 +150,18 @@ class TestBfloat16(BackendSuite):
 class TestFloat16(BackendSuite):
     harness = Float16Harness
     hypothesis = FEW
+
+
+class FusedHarness(TorchHarness):
+    def optimizer(self, parameters, momentum):
+        return torch.optim.SGD(parameters, lr=0.5, momentum=0.5 if momentum else 0.0, fused=True)
+
+
+class TestLossesWithTheScaleOnTheDevice(PerLossTests):
+    harness = FusedHarness
+
+    def bench(self, amp, momentum=False, **options):
+        return super().bench(amp, momentum, device_scale=True, **options)
 
 
 class TestFuzz(FuzzSuite):
