@@ -9,7 +9,7 @@ from hypothesis import settings
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite  # noqa: E402
-from ampx.testing.kit.windows import PerLossTests  # noqa: E402
+from ampx.testing.kit.windows import AccumulationTests, GroupTests, PerLossTests, SkipTests  # noqa: E402
 from matrix import MatrixSuite  # noqa: E402
 from transfer import TransferSuite  # noqa: E402
 
@@ -157,11 +157,14 @@ class FusedHarness(TorchHarness):
         return torch.optim.SGD(parameters, lr=0.5, momentum=0.5 if momentum else 0.0, fused=True)
 
 
-class TestLossesWithTheScaleOnTheDevice(PerLossTests):
+class TestScaleOnTheDevice(SkipTests, AccumulationTests, GroupTests, PerLossTests):
     harness = FusedHarness
 
     def bench(self, amp, momentum=False, **options):
         return super().bench(amp, momentum, device_scale=True, **options)
+
+    def group(self, amp):
+        return super().group(amp, device_scale=True)
 
 
 class TestFuzz(FuzzSuite):

@@ -7,7 +7,9 @@ from typing import Any
 
 import ampx
 from ampx.testing.base import KitTests, requires
+from ampx.testing.bench import FINITE, OVERFLOW, Bench
 from ampx.testing.checks import refused
+from ampx.testing.kit.orders import on_parameters
 
 
 class OptimizerErrorTests(KitTests):
@@ -128,6 +130,29 @@ class ProtocolErrorTests(KitTests):
             with refused(ampx.InvalidOptionError, passed=passed, accepted="different ones", advice="Pass"):
                 amp.scale_loss(bench.loss(), wrong)
         assert bench.train().applied
+
+
+    @on_parameters
+    def test_a_list_refused_for_one_optimizer_leaves_all_as_they_were(self) -> None:
+        """The gradients of a skipped step were not cleared, and the others are left by a step, or of another loss."""
+        for pending in (False, True)[: 1 + self.declares("per_loss_scales")]:
+            amp = self.start()
+            fine, skipped = benches = self.bench(amp), self.bench(amp)
+            fine.accumulate()
+            if not pending:
+                fine.step(forget=False)
+            skipped.accumulate(OVERFLOW)
+            skipped.step(forget=False)
+
+            def look(bench: Bench) -> Any:
+                return bench.snapshot(), bench.saved(), self.subject.gradients(bench.parameters)
+
+            before = [look(bench) for bench in benches]
+            for order in (benches, benches[::-1]):
+                loss = self.subject.loss([*fine.parameters, *skipped.parameters], [*FINITE, *FINITE])
+                with refused(ampx.ProtocolError, passed="skipped step", accepted="accepted: cleared", advice="Call"):
+                    amp.scale_loss(loss, [bench.opt for bench in order], loss_id=int(pending)).__enter__()
+            assert [look(bench) for bench in benches] == before
 
 
 class LossErrorTests(KitTests):
