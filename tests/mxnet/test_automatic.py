@@ -601,10 +601,3 @@ def test_leaving_restores_every_patch():
     with pytest.raises(ZeroDivisionError), automate(run):
         script()
     assert patched() == before
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_that_need_a_model_are_refused(level):
-    run = Run("mxnet", RunSettings(level=level))
-    with pytest.raises(ampx.RunRefusedError, match="which model that is cannot be told"), automate(run):
-        pass

@@ -658,13 +658,6 @@ def test_gradients_and_hooks_are_the_scripts_where_nothing_is_scaled(run):
         assert len(seen) == 1
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_that_need_a_model_are_refused(level):
-    run = Run("paddle", RunSettings(level=level))
-    with pytest.raises(ampx.RunRefusedError, match="which model that is cannot be told"), automate(run):
-        pass
-
-
 # -- the end ---------------------------------------------------------------------------------------------------------
 
 
