@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ampx
+from ampx.rooms import is_there
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, Bench
 from ampx.testing.checks import refused
@@ -85,6 +86,9 @@ class OptimizerErrorTests(KitTests):
             lambda: ampx.scale_loss(bench.loss(), bench.raw),
             lambda: ampx.unscale(bench.raw),
             lambda: ampx.clip_grad_norm(bench.raw, 1.0),
+            lambda: ampx.gate(object(), bench.raw),
+            lambda: ampx.prepare(bench.raw),
+            *([lambda: ampx.trace_overflow(bench.raw)] if is_there("ampx.numerics") else []),
             lambda: ampx.autocast().__enter__(),
             ampx.state_dict,
             lambda: ampx.load_state_dict({}),
@@ -116,6 +120,7 @@ class ProtocolErrorTests(KitTests):
             lambda: amp.clip_grad_norm(bench.raw, 1.0),
             lambda: amp.gate(object(), bench.raw),
             lambda: amp.state_dict(bench.raw),
+            lambda: amp.load_state_dict({}, bench.raw),
         )
         for call in calls:
             with refused(ampx.NotWrappedError, passed="did not return", accepted="wrapped", advice="wrap_optimizer"):

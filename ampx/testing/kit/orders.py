@@ -400,8 +400,8 @@ class OrderTests(KitTests):
         amp = self.start()
         bench = self.bench(amp)
         bench.accumulate()
-        for _ in range(2):
-            amp.unscale(bench.opt)
+        for opts in (bench.opt, [bench.opt]):
+            amp.unscale(opts)
             assert self.subject.gradients(bench.parameters) == [list(slopes) for slopes in FINITE]
         if self.declares("clip_grad_norm"):
             for _ in range(2):
