@@ -441,21 +441,6 @@ def test_gradients_made_by_other_means_are_taken_as_true():
 
 
 @BOTH
-def test_hooks_see_and_change_true_gradients(dtype):
-    def loop():
-        w, seen = weights(3.0, -1.0), []
-        w.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
-        model = torch.nn.Identity()
-        model.register_full_backward_hook(lambda module, inner, outer: seen.append(outer[0].tolist()))
-        optimizer = torch.optim.SGD([w], lr=0.5)
-        (model(w * 4.0) * 0.5).sum().backward()
-        optimizer.step()
-        return w.tolist(), seen
-
-    same(loop, dtype)
-
-
-@BOTH
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 def test_closures_are_seen_through(kind, dtype):
     def loop():
