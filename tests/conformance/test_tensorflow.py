@@ -268,6 +268,7 @@ class TestInterruptedStepsOfTensorFlow1(TestInterruptedStepsOfTfKeras):
 
 class TestInterruptedRegions(InterruptedRegionSuite):
     harness, training = TensorFlowHarness, TensorFlowTraining
+    acts = (*InterruptedRegionSuite.acts, "off inside on")
 
 
 # Not inside the tape: it would record every operation of a script, and take three times as long.

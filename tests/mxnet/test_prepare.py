@@ -589,6 +589,14 @@ def test_low_precision_parameters_without_masters_are_refused_at_o2():
 
 
 @bfloat16
+def test_something_that_is_no_trainer_is_refused():
+    amp = init()
+    for wrong in (3, "net"):
+        with pytest.raises(ampx.InvalidOptionError, match=type(wrong).__name__):
+            amp.backend.prepare(network(), wrong, amp.plan)
+
+
+@bfloat16
 def test_sparse_gradients_of_low_precision_parameters_are_refused():
     amp = init()
     net = nn.Embedding(4, 2, sparse_grad=True)

@@ -241,16 +241,12 @@ class LevelTests(KitTests):
         assert self.look(second) == before
 
     @requires("prepare")
-    def test_only_models_and_optimizers_are_prepared(self) -> None:
+    def test_only_models_are_prepared(self) -> None:
         """The error says what came instead."""
-        amp, model = self.start(level=self.levels[0]), self.subject.model()
-        before = self.look(model)
-        wrong: Any
+        amp = self.start(level=self.levels[0])
         for wrong in (3, "model"):
-            for arguments in ((wrong,), (model, wrong)):
-                with pytest.raises(ampx.InvalidOptionError, match=type(wrong).__name__):
-                    amp.prepare(*arguments)
-        assert self.look(model) == before
+            with pytest.raises(ampx.InvalidOptionError, match=type(wrong).__name__):
+                amp.prepare(wrong)
 
     @requires("master_weights")
     def test_master_weights_gather_small_updates(self) -> None:

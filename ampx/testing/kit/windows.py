@@ -269,7 +269,7 @@ class PerLossTests(KitTests):
         assert float(amp.clip_grad_norm(bench.opt, 1.0)) == pytest.approx(norm, rel=1e-6)
         assert bench.step().applied
         expected = moved([[slope / norm for slope in slopes] for slopes in sums])
-        assert bench.values() == [pytest.approx(values, rel=1e-6) for values in expected]
+        assert bench.values() == [pytest.approx(values, rel=1e-6, abs=1e-6) for values in expected]
 
     @requires("per_loss_scales")
     @on_parameters
