@@ -1,7 +1,6 @@
 """The kit on MXNet."""
 
 import importlib.util
-import math
 import pathlib
 import random
 from typing import Any, ClassVar
@@ -230,7 +229,8 @@ class TestInFloat32(OrderTests, PerLossTests):
 class MXNetTraining(Training):
     def step(self, size):
         if self.by != "update":
-            return super().step(size)
+            super().step(size)
+            return
         for bench in self.benches:
             bench.opt.allreduce_grads()
             bench.opt.update(1)

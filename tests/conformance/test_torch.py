@@ -193,7 +193,9 @@ class LargeHarness(TorchHarness):
         return torch.nn.Parameter(torch.full((2**16,), values[0]))
 
     def loss(self, parameters, gradients):
-        return sum(Pull.apply(p, torch.full_like(p, slopes[0])) for p, slopes in zip(parameters, gradients, strict=True))
+        return sum(
+            Pull.apply(p, torch.full_like(p, slopes[0])) for p, slopes in zip(parameters, gradients, strict=True)
+        )
 
     def numbers(self, tensor):
         return tensor.detach().unique().tolist()
@@ -258,7 +260,7 @@ class TestInterruptedRegions(InterruptedRegionSuite):
 
     @pytest.fixture(autouse=True)
     def _own_lstm_kernel(self, monkeypatch):
-        """Take away what interruptions leave in force of the LSTM's kernel, which computes nothing else than torch's."""
+        """Take away what interruptions leave in force of the LSTM's kernel, which computes what torch's does."""
         installed = lstm._Installed()
         monkeypatch.setattr(lstm, "_installed", installed)
         yield

@@ -295,7 +295,7 @@ class InterruptedSuite(KitTests):
         """Ask each test of each case."""
         if "error" in metafunc.fixturenames:
             timed_out = self.cases if self.timed_out is None else self.timed_out
-            tried = [(name, Interruption, 3) for name in self.cases] + [(name, TimeoutError, 4) for name in timed_out]
+            tried = [*((name, Interruption, 3) for name in self.cases), *((name, TimeoutError, 4) for name in timed_out)]
             metafunc.parametrize(("name", "error", "first"), tried)
         elif "name" in metafunc.fixturenames:
             metafunc.parametrize("name", self.cases)
@@ -307,7 +307,11 @@ class InterruptedSuite(KitTests):
         case = self.cases[name]
         if case.get("losses", 1) > 1 and not self.declares("per_loss_scales"):
             pytest.skip(f"backend {self.backend.name!r} has one loss scale an optimizer")
-        if case.get("by") == "unscale" and self.declares("explicit gradients") and self.training.unscale is Training.unscale:
+        if (
+            case.get("by") == "unscale"
+            and self.declares("explicit gradients")
+            and self.training.unscale is Training.unscale
+        ):
             pytest.skip(f"backend {self.backend.name!r} has gradients as values, which the step unscales")
         amp, places = self.start(nan_loss="skip", **self.session), 0
         strides = {"stride": self.thorough, "after_calls": True} if THOROUGH else {"stride": self.stride}
@@ -366,7 +370,7 @@ class InterruptedStepSuite(InterruptedSuite):
             for number, done in enumerate(stepped):
                 expected = training.plainly(*([whole] if done else []), 5.0, 7.0)
                 assert training.stands_at(number, expected, tolerance=1e-4), place
-            assert {self.subject.loss_scale(bench.opt) for bench in training.benches} <= {SCALE, SCALE / 2}, place
+            assert {float(self.subject.loss_scale(bench.opt)) for bench in training.benches} <= {SCALE, SCALE / 2}, place
             training.look_after(place)
 
     def test_going_on_without_clearing_is_right_or_is_refused(self, name: str) -> None:

@@ -303,7 +303,16 @@ class OptimizersBackward(Script):
 TRUE = [
     *(PyLayerClamps, PyLayerMakesItsOwnGradient, PyLayerRecomputes, PyLayerRecomputesParameters),
     *(PyLayerInACompiledStep, HookOnAnActivation, HookOnAParameter, HookByALayersHook, HookOnSparseRows),
-    *(GradRead, GradReplaced, GradWrittenInPlace, GradAsNumbers, ClippedByPaddle, ClippedByValue, FlatBuffer, KeptWhileTheyAddUp),
+    *(
+        GradRead,
+        GradReplaced,
+        GradWrittenInPlace,
+        GradAsNumbers,
+        ClippedByPaddle,
+        ClippedByValue,
+        FlatBuffer,
+        KeptWhileTheyAddUp,
+    ),
     *(PaddleGrad, Penalty, Jacobian, SavedTensors, ClipClassOfItsOwn, OptimizerOfItsOwn, OptimizersBackward),
 ]
 

@@ -9,7 +9,6 @@ import paddle
 import pytest
 from paddle import nn
 
-import ampx
 from ampx.backend import CastPlan, offer
 from ampx.errors import UnsupportedByBackendError, UnsupportedOpError
 from ampx.numerics.probe import Probe, Watching

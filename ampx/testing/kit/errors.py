@@ -136,7 +136,6 @@ class ProtocolErrorTests(KitTests):
                 amp.scale_loss(bench.loss(), wrong)
         assert bench.train().applied
 
-
     @on_parameters
     def test_a_list_refused_for_one_optimizer_leaves_all_as_they_were(self) -> None:
         """The gradients of a skipped step were not cleared, and the others are left by a step, or of another loss."""
