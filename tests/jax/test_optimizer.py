@@ -169,15 +169,6 @@ def test_skipped_steps_leave_every_bit_of_parameters_and_inner_state(session, ov
     assert same(after.inner, state.inner)
 
 
-def test_static_scales_skip(session):
-    tx = ampx.wrap_optimizer(optax.sgd(0.5), loss_scale=128)
-    params = jnp.asarray(START)
-    state = tx.init(params)
-    after, state = train_step(tx, params, state, slopes(1))
-    assert same(after, params)
-    assert ampx.last_step(state) == ampx.StepResult(False, False, 128.0, 128.0, 1)
-
-
 def test_chain_inside_clips_true_gradients(session):
     tx = ampx.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     params = jnp.zeros(2)
@@ -575,18 +566,6 @@ def test_a_state_saved_by_torch_goes_on_exactly(session):
         assert row == {"loss_id": 0, **vars(after)}
 
 
-def test_a_list_of_optimizers_is_refused_with_advice(session):
-    with pytest.raises(ampx.UnsupportedByBackendError, match="Join them"):
-        ampx.wrap_optimizer([optax.sgd(0.1), optax.sgd(0.2)])
-
-
-def test_a_state_with_two_scales_is_refused(session):
-    tx = [ampx.wrap_optimizer(optax.sgd(0.1)) for _ in range(2)]
-    state = [transformation.init(jnp.zeros(1)) for transformation in tx]
-    with pytest.raises(ampx.UnsupportedByBackendError, match="holds 2 loss scales"):
-        ampx.scale_loss(jnp.ones(()), state)
-
-
 def test_wrapping_what_holds_a_wrapped_part_is_refused(session):
     tx = ampx.wrap_optimizer(optax.chain(optax.clip(1.0), ampx.wrap_optimizer(optax.sgd(0.1))))
     with pytest.raises(ampx.AlreadyWrappedError, match="part that is wrapped"):
@@ -604,12 +583,6 @@ def test_host_calls_inside_a_trace_say_so(session):
     for call in (session.observe, session.state_dict):
         with pytest.raises(ampx.ProtocolError, match="inside traced code"):
             jax.jit(lambda state, call=call: call(state) and 0)(state)
-
-
-def test_calls_without_a_state_say_what_to_pass(session):
-    for call in (session.state_dict, lambda: session.load_state_dict({})):
-        with pytest.raises(ampx.UnsupportedByBackendError, match="need the optimizer state"):
-            call()
 
 
 def test_beside_a_session_of_another_framework_the_functions_find_jax(session, monkeypatch):

@@ -14,6 +14,7 @@ from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Replayed, Step, Watching
 from ampx.numerics.rounding import describe, host_tensors, round_to
 from ampx.numerics.watching import Watcher, Where
+from ampx.scaling import check_loss
 from toy import framework
 from toy.framework import FLOATING, CastingState, Module, Tensor
 from toy.verbs import casting_of
@@ -129,7 +130,7 @@ class ToyProbe(Probe):
         try:
             with framework.autocast(CastingState() if plan is None else casting_of(plan, True)):
                 loss = step(model)
-            self.backend.inspect_loss(loss, check_nan=False)
+            check_loss(self.backend, loss, False, "replay")
             gradients = framework.gradients(self.backend.scale(loss, scale), list(parameters.values()))
         finally:
             framework.generator.setstate(random_state)
