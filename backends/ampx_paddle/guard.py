@@ -33,11 +33,12 @@ class StepGuard:
         self._are_scaled = are_scaled
         self._stepping = threading.Lock()
 
-    def opened(self) -> AbstractContextManager[Any]:
-        """Return a region in which the wrapper itself steps.
+    def opened(self, optimizer: Any) -> AbstractContextManager[Any]:
+        """Return a region in which the wrapper itself steps a raw optimizer.
 
         A lock, though nobody waits for it: leaving it is not Python code, in which a signal could be handled.
         """
+        self.watch(optimizer)
         self._stepping = threading.Lock()
         return self._stepping
 

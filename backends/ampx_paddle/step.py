@@ -151,21 +151,23 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._writes.bring_together()
         scale = self._writes.carried
         sharers = self._writes.sharers()  # Paddle's kernel would divide the gradients once for each
-        changing = [self.ampx_member, *(other.member for other, _ in sharers)]
-        for member in changing:
-            member.begin_change()
+        changing = [(self._writes, []), *sharers]
+        for writes, _ in changing:
+            writes.member.begin_change()
         try:
             finding = unscale(grads, scale)
         except UnsupportedByBackendError:  # a refusal comes before anything is divided
-            for member in changing:
-                member.end_change()
+            for writes, _ in changing:
+                writes.member.end_change()
             raise
         for other, shared in sharers:
             spoil(shared, finding)
             other.provenance.note_unscaled(shared)
             other.member.end_change()
         self._writes.note_unscaled()
-        unscaled = self._pending.unscaled = Unscaled(grads, finding.combine(self._squares(grads)))
+        if self._max_grad_norm is not None:
+            finding = finding.combine(self._squares(grads))
+        unscaled = self._pending.unscaled = Unscaled(grads, finding)
         self.ampx_member.note_unscaled()
         return unscaled
 
@@ -190,8 +192,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     def _apply(self, grads: Any) -> None:
         """Update with casting off, telling the guard that it is the wrapper who steps."""
-        self._guard.watch(self.optimizer)
-        with self._guard.opened():
+        with self._guard.opened(self.optimizer):
             self._backend.apply(self.optimizer, grads)
 
     def _close(self, finite: dict[int, bool]) -> None:

@@ -158,7 +158,7 @@ class Writes:
         """Have all gradients carry one scale: this one, or that of those which are pending.
 
         Raises:
-            ProtocolError: Nobody can tell what they carry, and they are more than zeros.
+            ProtocolError: What they carry is unknown, and they are more than zeros.
 
         Sync: none; some where others wrote to them, or a skipped step left them.
         """
@@ -215,7 +215,7 @@ class Writes:
         return [(owner, self.provenance.scale_of((owner, owner, None), carried)) for owner in owners]
 
     def note_brought(self, scale: float) -> None:
-        """Note that all gradients carry this scale now; those of which nobody could tell are zeros."""
+        """Note that all gradients carry this scale now; those of an unknown one are zeros."""
         if self.provenance.notes or self.left is not ANY:
             self.provenance.notes, self.left = {}, ANY if self.left is UNKNOWN else scale
 
