@@ -3,9 +3,9 @@
 from typing import Any, ClassVar
 
 import pytest
+from interrupted_steps import InterruptedStepSuite
 
 from ampx.protocol import Member
-from interrupted_steps import InterruptedStepSuite
 from judging import judge, suite_for
 from toy.explicit import ExplicitToy
 from toy.harness import ExplicitToyHarness, ImplicitToyHarness

@@ -11,6 +11,7 @@ if importlib.util.find_spec("mxnet") is None:
     pytest.skip("MXNet is not installed", allow_module_level=True)
 
 import numpy as np
+from interrupted_steps import InterruptedRegionSuite, InterruptedStepSuite, Training
 
 import ampx
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
@@ -19,7 +20,6 @@ from ampx.testing.kit.windows import PerLossTests
 from ampx_mxnet.compat import mx
 from ampx_mxnet.devices import describe
 from ampx_mxnet.dtypes import DTYPES, cast_tensor, name_of
-from interrupted_steps import InterruptedRegionSuite, InterruptedStepSuite, Training
 from matrix import MatrixSuite
 from transfer import TransferSuite
 

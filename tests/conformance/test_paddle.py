@@ -13,10 +13,11 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle says so on import
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
+from interrupted_steps import ClosureTraining, InterruptedStepSuite, Training
+
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
 from ampx_paddle import devices
 from ampx_paddle.scaler import GradScaler
-from interrupted_steps import ClosureTraining, InterruptedStepSuite, Training
 from matrix import MatrixSuite
 from transfer import TransferSuite
 

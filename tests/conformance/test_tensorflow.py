@@ -14,11 +14,11 @@ if importlib.util.find_spec("tensorflow") is None:
 
 import keras
 import tensorflow as tf
+from interrupted_steps import InterruptedRegionSuite, InterruptedStepSuite, Training
 
 import ampx
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
 from ampx_tensorflow.oplists import ListsPlan
-from interrupted_steps import InterruptedRegionSuite, InterruptedStepSuite, Training
 from matrix import MatrixSuite
 from transfer import TransferSuite
 

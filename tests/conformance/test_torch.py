@@ -9,10 +9,11 @@ from hypothesis import settings
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from interrupted_steps import ClosureTraining, InterruptedRegionSuite, InterruptedStepSuite, Training  # noqa: E402
+
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite  # noqa: E402
 from ampx.testing.kit.windows import AccumulationTests, GroupTests, PerLossTests, SkipTests  # noqa: E402
 from ampx_torch.casting import lstm  # noqa: E402
-from interrupted_steps import ClosureTraining, InterruptedRegionSuite, InterruptedStepSuite, Training  # noqa: E402
 from matrix import MatrixSuite  # noqa: E402
 from transfer import TransferSuite  # noqa: E402
 

@@ -295,7 +295,10 @@ class InterruptedSuite(KitTests):
         """Ask each test of each case."""
         if "error" in metafunc.fixturenames:
             timed_out = self.cases if self.timed_out is None else self.timed_out
-            tried = [*((name, Interruption, 3) for name in self.cases), *((name, TimeoutError, 4) for name in timed_out)]
+            tried = [
+                *((name, Interruption, 3) for name in self.cases),
+                *((name, TimeoutError, 4) for name in timed_out),
+            ]
             metafunc.parametrize(("name", "error", "first"), tried)
         elif "name" in metafunc.fixturenames:
             metafunc.parametrize("name", self.cases)
@@ -370,7 +373,9 @@ class InterruptedStepSuite(InterruptedSuite):
             for number, done in enumerate(stepped):
                 expected = training.plainly(*([whole] if done else []), 5.0, 7.0)
                 assert training.stands_at(number, expected, tolerance=1e-4), place
-            assert {float(self.subject.loss_scale(bench.opt)) for bench in training.benches} <= {SCALE, SCALE / 2}, place
+            assert {float(self.subject.loss_scale(bench.opt)) for bench in training.benches} <= {SCALE, SCALE / 2}, (
+                place
+            )
             training.look_after(place)
 
     def test_going_on_without_clearing_is_right_or_is_refused(self, name: str) -> None:
