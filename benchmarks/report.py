@@ -263,11 +263,12 @@ def _kind(row: Row) -> str:
 
 
 def described(results: dict[str, Any]) -> str:
-    """Say on what a run was made, in one line."""
+    """Return on what a run was made, and of which commit, in one line."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in sorted(machine.keys() - _NOT_PACKAGES))
     where = f"{machine['processor']}, {machine['threads']} thread, Python {machine['python']}"
-    return f"{where}, {versions}; {results['time'][:10]}"
+    commit = f", commit {results['commit']}" if results.get("commit") else ""
+    return f"{where}, {versions}; {results['time'][:10]}{commit}"
 
 
 _NOT_PACKAGES = {"processor", "system", "python", "threads", "features"}
@@ -276,13 +277,17 @@ _NOT_PACKAGES = {"processor", "system", "python", "threads", "features"}
 def pages(results: Path) -> dict[str, str]:
     """Return the manual's tables: file name and text, from the committed runs, the newest of each part."""
     texts: dict[str, str] = {}
-    for path in sorted(results.glob("*.json"), key=lambda path: json.loads(path.read_text()).get("time", "")):
-        run = json.loads(path.read_text())
-        if "framework" not in run or run["quick"]:
-            continue
+    for path, run in _runs(results):
         for table in tables(run):
             texts[f"{table.part}.md"] = f"{table.markdown()}\n*{described(run)}. File: `{path.name}`.*\n"
     return texts
+
+
+def _runs(results: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the committed runs that count and their files, the oldest first."""
+    runs = [(path, json.loads(path.read_text())) for path in results.glob("*.json")]
+    counted = [(path, run) for path, run in runs if "framework" in run and not run["quick"]]
+    return sorted(counted, key=lambda each: each[1].get("time", ""))
 
 
 def write(results: Path) -> list[Path]:
@@ -302,10 +307,9 @@ def plots(results: Path) -> list[Path]:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    runs = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    runs = [run for run in runs if "framework" in run and not run["quick"]]
+    parts = {part: rows for _, run in _runs(results) for part, rows in run.items() if isinstance(rows, list)}
     written = []
-    if steps := [row for run in runs for part in run if part.endswith("_step") for row in run[part] if "ratio" in row]:
+    if steps := [row for part in parts if part.endswith("_step") for row in parts[part] if "ratio" in row]:
         figure, axes = pyplot.subplots(figsize=(9, 0.28 * len(steps) + 1), layout="constrained")
         for place, row in enumerate(reversed(steps)):
             axes.plot([row["ratio_low"], row["ratio_high"]], [place, place], color="tab:blue", linewidth=2, alpha=0.5)
@@ -315,7 +319,7 @@ def plots(results: Path) -> list[Path]:
         axes.set_yticks(range(len(steps)), names, fontsize=7)
         axes.set_xlabel("time of one step, ampx / other\n(median and middle half; left of 1: ampx is faster)")
         written.append(_save(figure, "steps.png"))
-    if phase := [row for run in runs for row in run.get("optimizer_phase", ()) if row.get("threads", 1) == 1]:
+    if phase := [row for row in parts.get("optimizer_phase", ()) if row.get("threads", 1) == 1]:
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
         for name, clipped in sorted({(row["optimizer"], row["clipped"]) for row in phase}):
             line = sorted(

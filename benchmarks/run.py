@@ -14,6 +14,7 @@ import functools
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -75,6 +76,7 @@ def main() -> None:
         "machine": {**_paired.machine(), "threads": 1, **_versions()},
         "quick": arguments.quick or arguments.tiny,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "commit": _commit(),
         "seconds": seconds,
     }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -112,6 +114,13 @@ def main() -> None:
     if failed:
         console.print(f"failed: {', '.join(failed)}")
     sys.exit(bool(failed))
+
+
+def _commit() -> str:
+    """Return the commit that is measured; with "+" where files differ from it, empty outside of a clone."""
+    asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=8"]
+    done = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def _one_thread(framework: str) -> None:

@@ -20,7 +20,7 @@ CALLS: Final = frozenset(
 )
 # What they hold is computed as it was traced: kernels are written for their dtypes, and solvers stop at a tolerance.
 _KERNELS: Final = frozenset(
-    ("pallas_call", "core_map", "mpmd_map", "custom_partitioning", "custom_linear_solve", "CustomRoot")
+    ("pallas_call", "core_map", "mpmd_map", "custom_partitioning", "custom_linear_solve", "linear_solve", "CustomRoot")
 )
 
 

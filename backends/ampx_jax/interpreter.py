@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
 from . import equations
@@ -263,7 +264,6 @@ def _named_scopes(mode: Mode, jaxpr: Any) -> tuple[_Bounds, _Bounds]:
 
 
 def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
-    name, avals = equation.primitive.name, equation_avals(equation)
     region = mode.region
     if region is not None and region.dtype == "float32":
         return _wide(mode, equation, values)
@@ -271,7 +271,7 @@ def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         mode = replace(mode, plan=replace(mode.low, dtype=region.dtype))  # type: ignore[arg-type]
     mode = _in_region(mode, equation)
     plan = mode.plan
-    if plan is not None and name in equations.CALLS:
+    if plan is not None and equation.primitive.name in equations.CALLS:
         label = equation.params.get("name") or _label(equation)
         if label in plan.full:
             plan = None
@@ -281,7 +281,12 @@ def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     recursion = _recursion(mode, equation)
     if recursion is not None:
         return recursion(_entered(mode, equation), equation, values)
-    params = equation.params
+    return _operation(plan, equation, values)
+
+
+def _operation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+    """Run an operation that holds no functions to be cast, by the list that it is on."""
+    name, params, avals = equation.primitive.name, equation.params, equation_avals(equation)
     if plan is None or any(not is_narrow(aval) and _is_wide(aval) for aval in avals):
         values = like(values, avals)
     elif name in plan.full:
@@ -541,25 +546,45 @@ def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         return evaluate(mode, closed, args)
 
     def forward(scales: list[Any], *args: Any) -> tuple[list[Any], Any]:
-        def both(*inner: Any) -> list[Any]:
-            closed_over, inputs = inner[:count], inner[count:]  # JAX differentiates only the latter
-            results, pullback = jax.vjp(lambda *a: bind(equation, [*closed_over, *a], equation.params), *inputs)
+        # Rules may ask which operands are differentiated, as Equinox's loops do, and refuse the others.
+        varied = [place for place, arg in enumerate(args) if arg.perturbed and place >= count]
+        values = [arg.value for arg in args]
+
+        def both(*values: Any) -> list[Any]:
+            def call(*inner: Any) -> list[Any]:
+                operands = {**dict(enumerate(values)), **dict(zip(varied, inner, strict=True))}
+                return bind(equation, [operands[place] for place in range(len(args))], equation.params)
+
+            results, pullback = jax.vjp(call, *(values[place] for place in varied))
             leaves, tree = jax.tree.flatten(pullback)
-            structure[:] = [len(results), tree]
+            structure[:] = [len(results), tree, varied]
             return [*results, *leaves]
 
-        computed = evaluate(mode, jax.make_jaxpr(both)(*args), args)
-        return computed[: structure[0]], (computed[structure[0] :], scales)
+        computed = evaluate(mode, jax.make_jaxpr(both)(*values), values)
+        return computed[: structure[0]], (computed[structure[0] :], [scale.value for scale in scales])
 
     def backward(residuals: Any, upstream: list[Any]) -> tuple[Any, ...]:
         leaves, scales = residuals
+        upstream = [_instantiated(value) for value in upstream]
         upstream = _times(upstream, [1.0 / scale for scale in scales])
         own = jax.make_jaxpr(lambda ls, up: jax.tree.unflatten(structure[1], ls)(up))(leaves, upstream)
-        gradients = _times(evaluate(mode, own, [*leaves, *upstream]), scales)
-        return (None, *(None for _ in range(count)), *gradients)
+        gradients: list[Any] = [None] * len(values)
+        for place, gradient in zip(
+            structure[2], _times(evaluate(mode, own, [*leaves, *upstream]), scales), strict=True
+        ):
+            gradients[place] = gradient
+        return (None, *gradients)
 
-    function.defvjp(forward, backward)
+    function.defvjp(forward, backward, symbolic_zeros=True)
     return function(scales, *values)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """Return a cotangent as an array where it is a symbolic zero."""
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    make = np.zeros if cotangent.dtype == jax.dtypes.float0 else jnp.zeros
+    return make(cotangent.shape, cotangent.dtype)
 
 
 def _times(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from ampx.errors import ProtocolError
 
 from .compat import mx
-from .losses import second_derivatives_refused
+from .losses import check_second_derivative
 
 
 class _Body(threading.local):
@@ -69,6 +69,8 @@ class Accumulation:
 
     def reset(self) -> None:
         """Undo what an exception left of `begin`: no backward has run since."""
+        if not self.parameters:
+            return
         self._leave()
         for data, _, fresh, _ in self._before:
             data._fresh_grad = data._fresh_grad or fresh
@@ -132,7 +134,10 @@ def _apart(backward: Callable[..., Any]) -> Callable[..., Any]:
         for entry in _body.running:
             if (accumulation := entry()) is not None:
                 accumulation.part()
-        with second_derivatives_refused():
+        try:
             return backward(*args, **kwargs)
+        except mx.MXNetError as error:
+            check_second_derivative(error)
+            raise
 
     return apart

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ampx.backend import Array
 from ampx.formats import stride
-from ampx.protocol import METER_SAMPLES
+from ampx.protocol import NotCopied
+from ampx.rooms import METER_SAMPLES
 
 from .compat import mx
 from .dtypes import name_of
@@ -71,6 +72,11 @@ _Listed: TypeAlias = tuple[list[Any], list[int]]
 def parameters(trainer: Any) -> Iterator[Any]:
     """Return the parameters that have gradients; one gradient a context."""
     return (parameter for parameter in trainer._params if parameter._grad is not None)
+
+
+def adding(trainer: Any) -> list[Any]:
+    """List the parameters to whose gradients a backward adds."""
+    return [parameter for parameter in trainer._params if parameter._grad_req == "add" and parameter._grad is not None]
 
 
 def any_fresh(trainer: Any) -> bool:
@@ -158,7 +164,7 @@ def collect(trainer: Any, only_fresh: bool) -> Batches:
     return [{kind: Batch(arrays, sizes) for kind, (arrays, sizes) in batches.items() if arrays} for batches in result]
 
 
-class Layout:
+class Layout(NotCopied):
     """What `collect` gave of all gradients, for as long as they are the same arrays: most steps ask for the same."""
 
     __slots__ = ("_batches", "_gradients")
@@ -166,10 +172,6 @@ class Layout:
     def __init__(self) -> None:
         self._gradients: list[list[Any]] = []
         self._batches: Batches = []
-
-    def __reduce__(self) -> tuple[type[Layout], tuple[()]]:
-        """Copy as one that knows nothing."""
-        return Layout, ()
 
     def collect(self, trainer: Any) -> Batches:
         """List all gradients, as `collect` does."""

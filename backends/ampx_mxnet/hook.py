@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 from ampx.errors import RawStepError
-from ampx.protocol import Member
+from ampx.protocol import Member, NotCopied
 
+from .casting import switch
 from .compat import amp
+from .gradients import restore_fresh
 
 _NUMBERS: Final = ("_loss_scale", "_next_loss_scale", "_max_loss_scale", "_scale_seq_len", "_unskipped")
 
@@ -26,7 +28,7 @@ class SavedScaler(amp.loss_scaler.LossScaler):
         return False
 
 
-class OverflowHook:
+class OverflowHook(NotCopied):
     """Stands where MXNet keeps the scaler of a raw trainer, which asks it before every update.
 
     Native defect: MXNet's scaler moves the scale one step late, looks at the first context only, and fails on
@@ -41,6 +43,7 @@ class OverflowHook:
         self._drop = drop
         self._trainer: Callable[[], Any] = type(None)
         self._check: Callable[[], bool] | None = None
+        self._scale: float | None = None  # the raw trainer's own factor, while a step has another in its place
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Copy as the numbers alone: the copy of a wrapper makes its own."""
@@ -76,15 +79,43 @@ class OverflowHook:
             f"unchecked. Call step() on the object that ampx.wrap_optimizer returned.{dropped}"
         )
 
-    def run(self, trainer: Any, run: Callable[[float, bool], None], batch_size: float, stale: bool, check: Any) -> bool:
-        """Run a raw trainer's `step` or `update`, and return what `check` answered MXNet; True where it did not ask."""
+    def run(
+        self,
+        trainer: Any,
+        step: Callable[[float, bool], None],
+        batch_size: float,
+        ignore_stale_grad: bool,
+        is_ready: Callable[[], bool],
+        divisor: float | None = None,
+    ) -> bool:
+        """Run a raw trainer's `step` or `update`, casting off; return what `is_ready` answered MXNet, or True.
+
+        The update divides gradients by `divisor` on the way; None: they are unscaled by then.
+        """
+        self.restore_scale(trainer)
         self.watch(trainer)
+        before = self._scale = trainer._scale
         try:
-            self.finite, self._check = True, check
-            run(batch_size, stale)
+            if divisor is not None:
+                trainer._scale = before / divisor
+            self.finite, self._check = True, is_ready
+            with switch.Region(None):
+                step(batch_size, ignore_stale_grad)
+        except UserWarning as error:
+            restore_fresh(trainer, str(error))
+            raise
         finally:
             self._check = None
+            # Native defect: left as it is, the factor would shrink the next step that was not scaled.
+            self.restore_scale(trainer)
+            if divisor is not None:
+                trainer._optimizer.rescale_grad = before / batch_size
         return self.finite
+
+    def restore_scale(self, trainer: Any) -> None:
+        """Put a raw trainer's own factor back, where a step had put another there."""
+        if self._scale is not None:
+            trainer._scale, self._scale = self._scale, None
 
     def watch(self, trainer: Any) -> None:
         """Take the scaler's place on a raw trainer, whatever stood there."""

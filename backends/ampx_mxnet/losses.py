@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -39,7 +38,7 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
             "from the parameters inside `with autograd.record():`. Remove detach() or autograd.pause() around it, or "
             "compute it there."
         )
-    return LossInfo(int(loss.size), dtype, floating, True, nan)
+    return LossInfo(math.prod(loss.shape), dtype, floating, True, nan)
 
 
 def _is_recorded(loss: Any) -> bool:
@@ -51,14 +50,9 @@ def _is_recorded(loss: Any) -> bool:
     return True
 
 
-@contextmanager
-def second_derivatives_refused() -> Iterator[None]:
-    """Say what to do where MXNet fails because its casts have no second derivative."""
-    try:
-        yield
-    except mx.MXNetError as error:
-        if "_backward_amp_cast is non-differentiable" not in str(error):
-            raise
+def check_second_derivative(error: Exception) -> None:
+    """Raise an error that says what to do where MXNet's is that its casts have no second derivative."""
+    if "_backward_amp_cast is non-differentiable" in str(error):
         raise UnsupportedByBackendError(
             "the loss holds gradients (autograd.grad with create_graph=True) of what was cast to low precision, and "
             "MXNet's casts have no second derivative; accepted: such gradients of what is computed in float32. Put the "

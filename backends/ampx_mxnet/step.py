@@ -6,16 +6,18 @@ The wrapper answers, by `hook.py`: in between it collects, unscales, checks and 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from ampx.backend import GenericBackend
+from ampx.backend import GenericBackend, Unscaled
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Member, make_meter
+from ampx.protocol import Member, NotCopied
+from ampx.provenance import UNKNOWN, Plan, Provenance
+from ampx.rooms import make_meter
 from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
 
@@ -27,27 +29,15 @@ from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook
 from .losses_by_id import LossMixer
 from .low_precision import low_parameters
+from .pending import PendingGradients
+from .slots import ParameterSlots
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
 
-# What is the wrapper's own; everything else is read and set on the raw trainer.
-_OWN: Final = frozenset(
-    (
-        *("trainer", "ampx_member", "ampx_manager", "ampx_shown", "_backend", "_max_grad_norm", "_max_grad_value"),
-        *("_true", "_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "_hook"),
-        *("_left", "_own_scale", "_meter", "_compute", "_widened", "_must_be_prepared", "__class__", "__weakref__"),
-        *("_accumulation", "_mixer"),
-    )
-)
-_NOTHING_PENDING: Final = {
-    "_true": False,  # the gradients are divided by the scale already
-    "_finite": None,  # what was found then, on their device
-    "_norm": None,
-    "_reduced": False,  # the contexts' gradients are added up already
-}
 # In a file of states, the optimizer's attribute that holds the loss scale; plain MXNet takes it along.
 _SAVED: Final = "ampx_loss_scale"
+_SLOTS: Final = ParameterSlots()
 _living: Final[weakref.WeakSet[AmpTrainer]] = weakref.WeakSet()  # some may share parameters
 
 
@@ -59,68 +49,38 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     as in MXNet: bounds of clipping are compared before that.
     """
 
-    _finite: Any
-    _norm: Any
-    _reduced: bool
-    _true: bool
+    _hook: OverflowHook
+    _layout: gradients.Layout
+    _provenance: Provenance
 
     def __init__(self, backend: GenericBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
-        self.trainer = trainer
+        plan = options.get("plan")
         self.ampx_member = member
         self._backend = backend
         self._max_grad_norm: float | None = options.get("max_grad_norm")
         self._max_grad_value: float | None = options.get("max_grad_value")
-        plan = options.get("plan")
+        self._clips = self._max_grad_norm is not None or self._max_grad_value is not None
         self._compute = "float32" if plan is None else plan.dtype
-        self._in_place = bool(options.get("in_place"))
-        self._accumulation = Accumulation()
-        self._mixer = LossMixer()
-        self._layout = gradients.Layout()
-        self._kvstore_before = dict(trainer._kvstore_params)
-        # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
-        self._used = False
-        # The scale of gradients that the last step used and that were not cleared; infinity where it is unknown.
-        self._left: float | None = None
-        # The raw trainer's own factor, while a step has another in its place.
-        self._own_scale: float | None = None
-        # Low-precision parameters have float32 gradients, from when these are divided until the step is over.
-        self._widened: list[Any] = []
         # Checked at the first scale_loss, because prepare may come after wrap_optimizer.
         self._must_be_prepared = plan is not None and plan.level in ("O2", "O3")
-        self._forget_pending()
+        self._in_place = bool(options.get("in_place"))
+        self._kvstore_before = dict(trainer._kvstore_params)
+        self._accumulation = Accumulation()
+        self._mixer = LossMixer()
+        self._pending = PendingGradients()
+        self.trainer = trainer  # last: from here on, all other names are set on the raw trainer
         self._attach()
-
-    def _forget_pending(self) -> None:
-        self._narrow()
-        if self._mixer.active:
-            self.ampx_member.mixes = False
-            self._mixer.reset()
-        self.__dict__.update(_NOTHING_PENDING)  # at once: setting an attribute of a delegating object is slow
-
-    def _widen(self) -> None:
-        """Have low-precision gradients in float32: divided by the scale, they may be too small for less."""
-        self._widened = low_parameters(gradients.parameters(self.trainer))
-        with mx.autograd.pause():
-            for parameter in self._widened:
-                parameter.widen_gradients()
-
-    def _narrow(self) -> None:
-        """Undo `_widen`, as far as it came; what hangs on the parameters then is rounded."""
-        if not self._widened:
-            return
-        with mx.autograd.pause():
-            while self._widened:
-                self._widened[-1].narrow_gradients()
-                self._widened.pop()
 
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
-        self.ampx_member.belong_to(self)
-        self._meter = make_meter(self._compute, gradients.meter_samples)
-        self.ampx_member.observers = (self._meter,)
-        self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
-        if self.ampx_member.group.enabled:
-            self._hook.watch(self.trainer)
+        member = self.ampx_member
+        member.belong_to(self)
+        meter = make_meter(self._compute, gradients.meter_samples)
+        member.observers = (meter,)
+        hook = OverflowHook(member, weakref.WeakMethod(self._drop))
+        self.__dict__.update(_meter=meter, _hook=hook, _layout=gradients.Layout(), _provenance=Provenance(_SLOTS))
+        if member.group.enabled:
+            hook.watch(self.trainer)
             _living.add(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +89,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return getattr(self.trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        """Set what is not the wrapper's own on the raw trainer."""
+        if name in self.__dict__ or name.startswith("ampx_") or "trainer" not in self.__dict__:
             object.__setattr__(self, name, value)
         elif name == "_amp_loss_scaler" and hasattr(value, "_next_loss_scale") and self.ampx_member.group.enabled:
             self._hook.take_over(value)  # as scripts resume: MXNet's amp has no other way
@@ -157,6 +118,136 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Step after `allreduce_grads`; see `step`. Sync: one."""
         self._step(self.trainer.update, batch_size, ignore_stale_grad)
 
+    def _step(self, step: Any, batch_size: float, ignore_stale_grad: bool) -> None:
+        """Run the raw trainer's step, which asks `_is_ready` before it updates."""
+        member, pending = self.ampx_member, self._pending
+        if member.observers:
+            member.begin_step(self)
+        if callable(batch_size):
+            self._backend.refuse("arguments of step beyond MXNet's (closures)")
+        if not member.group.enabled:
+            self._step_unchecked(step, batch_size, ignore_stale_grad)
+            return
+        fresh = gradients.any_fresh(self.trainer)
+        if fresh or member.stage != "idle" or (pending.left is not None and not ignore_stale_grad):
+            member.check_step()
+        if not fresh:
+            self._close_empty()
+            return
+        self._check_divided_once()
+        self._start_store()
+        self._accumulation.reset()
+        divisor = self._divisor()
+        member.begin_change()  # nobody can tell how far an update came that raised
+        finite = self._apply(step, batch_size, ignore_stale_grad, divisor)
+        if not finite:
+            self._skip()
+        self._close(finite, divisor)
+
+    def _is_ready(self, only_fresh: bool, divides_later: bool) -> bool:
+        """Collect, unscale, check and clip; return whether the gradients are finite, so that MXNet may update."""
+        member, pending = self.ampx_member, self._pending
+        pending.reduced = True  # should the update fail, a second try must not add up again
+        grads = self._collect(only_fresh, divides_later)
+        flag = None
+        if divides_later:
+            flag = gradients.all_finite(grads)
+        elif pending.unscaled is not None:
+            flag = self._look_again(grads)
+        elif member.group.enabled:
+            flag = self._unscale(grads)
+            if only_fresh:  # what is left alone carries the same as what is stepped with
+                gradients.rescale(self._adding(), 1.0 / member.factor, only_stale=True)
+            member.begin_change("unscaled")
+        return self._check_and_clip(grads, flag)
+
+    def _divisor(self) -> float | None:
+        """Return what MXNet's update shall divide gradients by on its way; None where they must be unscaled before.
+
+        Its factor does that where nothing needs the unscaled gradients. Optimizers of others may look at a gradient
+        before they multiply it, or never do.
+        """
+        folds = type(self.trainer._optimizer).__module__.startswith("mxnet.")
+        factor = self.ampx_member.factor
+        return float(factor) if folds and self._pending.unscaled is None and not self._clips and factor >= 1 else None
+
+    def _collect(self, only_fresh: bool, divides_later: bool) -> gradients.Batches:
+        """List the gradients; those that are to be unscaled here, in float32."""
+        if self._pending.unscaled is None and not divides_later:
+            self._pending.widen(gradients.parameters(self.trainer))
+        return self._backend.gradients(self.trainer) if only_fresh else self._layout.collect(self.trainer)
+
+    def _unscale(self, grads: gradients.Batches) -> Any:
+        """Divide pending gradients by their scale, in place, and return their flag; the caller notes it."""
+        unscaled = self._pending.unscaled = self._backend.unscale(grads, self.ampx_member.factor)
+        return unscaled.finite
+
+    def _look_again(self, grads: gradients.Batches) -> Any:
+        """Test unscaled gradients once more, which may have been written to since; return their flag."""
+        before, flag = self._pending.unscaled.finite, gradients.all_finite(grads)
+        if before is not None:
+            flag = before * flag
+        self._pending.unscaled = Unscaled(grads, flag)
+        return flag
+
+    def _check_and_clip(self, grads: gradients.Batches, flag: Any) -> bool:
+        """Return whether gradients are finite, and clip them then. Sync: one, for the flag and the norm together."""
+        if not self._clips:
+            return bool(flag.asnumpy())
+        finite, norm = gradients.clip(grads, self._max_grad_norm, self._max_grad_value, flag)
+        self._pending.note_norm(norm)
+        return finite
+
+    def _apply(self, step: Any, batch_size: float, ignore_stale_grad: bool, divisor: float | None) -> bool:
+        """Run MXNet's own step; return what `_is_ready` answered it."""
+        raw = self.trainer
+        is_ready = partial(self._is_ready, ignore_stale_grad, divisor is not None)
+        try:
+            return self._hook.run(
+                raw, raw.update if self._pending.reduced else step, batch_size, ignore_stale_grad, is_ready, divisor
+            )
+        except UserWarning:
+            self.ampx_member.end_change()  # MXNet raises it before it updates
+            raise
+
+    def _skip(self) -> None:
+        """Forget that gradients were written: one that the next loss does not write would overflow again."""
+        self._pending.skipped = True
+        gradients.mark_stale(self.trainer)
+
+    def _close(self, finite: bool, divisor: float | None) -> None:
+        """Note the outcome and move the loss scale."""
+        member, norm = self.ampx_member, self._pending.norm
+        self._pending.left = 1.0 if divisor is None else divisor
+        # Workers of a distributed store know of their own losses only, and must move their scales alike.
+        by_loss = dict.fromkeys(member.factors, finite)
+        if self._mixer.active and not self.trainer._distributed:
+            by_loss = self._mixer.finite_by_loss(finite)
+        self._forget_pending()
+        member.finish(by_loss, norm)
+
+    def _close_empty(self) -> None:
+        """End a step that found no gradients: it counts for nothing."""
+        self._forget_pending()
+        self.ampx_member.finish_empty()
+
+    def _step_unchecked(self, step: Any, batch_size: float, ignore_stale_grad: bool) -> None:
+        """Step where the session is off: as the raw trainer, with clipping where that was asked for."""
+        raw, pending = self.trainer, self._pending
+        if self._clips:
+            self._apply(step, batch_size, ignore_stale_grad, None)
+            self._hook.leave(raw)
+        else:
+            try:
+                with switch.Region(None):
+                    (raw.update if pending.reduced else step)(batch_size, ignore_stale_grad)
+            except UserWarning as error:
+                gradients.restore_fresh(raw, str(error))
+                pending.reduced = not raw._update_on_kvstore  # a second try must not add up again
+                raise
+        self._forget_pending()
+        self.ampx_member.note_result(UNCHECKED)
+
     def allreduce_grads(self) -> None:
         """Add up the contexts' gradients, for `update` or `step`. Sync: as the trainer's store."""
         member = self.ampx_member
@@ -165,7 +256,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             self._start_store()
             member.begin_change()
         self.trainer.allreduce_grads()
-        self._reduced = True
+        self._pending.reduced = True
         if changes:
             member.end_change()
 
@@ -187,168 +278,6 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 for data in parameter.list_data():
                     data.wait_to_read()
 
-    def ampx_meter(self) -> Meter | None:
-        """Return what the last update that was looked at did."""
-        return self._meter.last()
-
-    def _step(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
-        raw, member = self.trainer, self.ampx_member
-        if member.observers:
-            member.begin_step(self)
-        if callable(batch_size):
-            self._backend.refuse("arguments of step beyond MXNet's (closures)")
-        if not member.group.enabled:
-            self._step_unchecked(run, batch_size, ignore_stale_grad)
-            return
-        fresh = gradients.any_fresh(raw)
-        if fresh or member.stage != "idle" or (self._used and not ignore_stale_grad):
-            member.check_step()
-        if not fresh:
-            self._close_empty()
-            return
-        self._check_divided_once()
-        self._start_store()
-        self._accumulation.reset()
-        # The factor of MXNet's optimizers divides on the way, where nothing needs the unscaled gradients; others
-        # may look at a gradient before they multiply it, or never do.
-        folds = type(raw._optimizer).__module__.startswith("mxnet.")
-        divides = folds and not self._true and not self._clips and member.factor >= 1
-        divisor = float(member.factor) if divides else 1.0
-        member.begin_change()  # nobody can tell how far an update came that raised
-        finite = self._apply(run, batch_size, ignore_stale_grad, divisor if divides else None)
-        if not finite:
-            self._skip()
-        self._close(finite, divisor)
-
-    def _step_unchecked(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
-        """Step where the session is off: as the raw trainer, with clipping where that was asked for."""
-        raw = self.trainer
-        if self._clips:
-            self._apply(run, batch_size, ignore_stale_grad, None)
-            self._hook.leave(raw)
-        else:
-            try:
-                with switch.Region(None):
-                    (raw.update if self._reduced else run)(batch_size, ignore_stale_grad)
-            except UserWarning as error:
-                gradients.restore_fresh(raw, str(error))
-                self._reduced = not raw._update_on_kvstore  # a second try must not add up again
-                raise
-        self._forget_pending()
-        self.ampx_member.note_result(UNCHECKED)
-
-    @property
-    def _clips(self) -> bool:
-        return self._max_grad_norm is not None or self._max_grad_value is not None
-
-    def _apply(self, run: Any, batch_size: float, ignore_stale_grad: bool, divisor: float | None) -> bool:
-        """Run MXNet's own step, casting off; before it updates, it asks whether the gradients are ready.
-
-        The update divides them on the way; `divisor` is None for gradients that are true by then.
-        """
-        raw = self.trainer
-        self._restore_scale()
-        before = self._own_scale = raw._scale
-        try:
-            if divisor is not None:
-                raw._scale = before / divisor
-            with switch.Region(None):
-                return self._hook.run(
-                    raw,
-                    raw.update if self._reduced else run,
-                    batch_size,
-                    ignore_stale_grad,
-                    lambda: self._is_ready(ignore_stale_grad, divisor is not None),
-                )
-        except UserWarning as error:
-            gradients.restore_fresh(raw, str(error))
-            self.ampx_member.end_change()  # MXNet raises it before it updates
-            raise
-        finally:
-            # Native defect: left as it is, the factor would shrink the next step that was not scaled.
-            self._restore_scale()
-            if divisor is not None:
-                raw._optimizer.rescale_grad = before / batch_size
-
-    def _is_ready(self, ignore_stale_grad: bool, divides_later: bool) -> bool:
-        """Collect, unscale, check and clip; return whether the gradients are finite, so that MXNet may update."""
-        self._reduced = True  # should the update fail, a second try must not add up again
-        if not divides_later and not self._true:
-            self._widen()
-        batches = self._collect(ignore_stale_grad)
-        if not self.ampx_member.group.enabled:
-            return self._check_and_clip(batches, None)
-        if divides_later:
-            return self._check_and_clip(batches, gradients.all_finite(batches))
-        if self._true:
-            self._look_again(batches)
-        else:
-            self._unscale(batches)
-            if ignore_stale_grad:  # what is left alone carries the same as what is stepped with
-                gradients.rescale(self._adding(), 1.0 / self.ampx_member.factor, only_stale=True)
-            self.ampx_member.begin_change("unscaled")
-        return self._check_and_clip(batches, self._finite)
-
-    def _collect(self, only_fresh: bool) -> gradients.Batches:
-        return self._backend.gradients(self.trainer) if only_fresh else self._layout.collect(self.trainer)
-
-    def _unscale(self, batches: gradients.Batches) -> None:
-        """Divide pending gradients by their scale, in place; the caller notes it."""
-        self._finite = self._backend.unscale(batches, self.ampx_member.factor).finite
-        self._true = True
-
-    def _look_again(self, batches: gradients.Batches) -> None:
-        """Test unscaled gradients once more: they may have been written to since."""
-        again = gradients.all_finite(batches)
-        self._finite = again if self._finite is None else self._finite * again
-
-    def _check_and_clip(self, batches: gradients.Batches, flag: Any) -> bool:
-        """Return whether gradients are finite, and clip them then. Sync: one, for the flag and the norm together."""
-        if not self._clips:
-            return bool(flag.asnumpy())
-        finite, norm = gradients.clip(batches, self._max_grad_norm, self._max_grad_value, flag)
-        self._norm = norm if self._norm is None else self._norm
-        return finite
-
-    def _skip(self) -> None:
-        """Forget that gradients were written: one that the next loss does not write would overflow again."""
-        gradients.mark_stale(self.trainer)
-
-    def _close(self, finite: bool, carried: float) -> None:
-        """Note the outcome and move the loss scale; `carried` is the scale that the gradients carry now."""
-        member, norm = self.ampx_member, self._norm
-        self._used, self._left = True, carried if finite else math.inf
-        # Workers of a distributed store know of their own losses only, and must move their scales alike.
-        by_loss = dict.fromkeys(member.factors, finite)
-        if self._mixer.active and not self.trainer._distributed:
-            by_loss = self._mixer.finite_by_loss(finite)
-        self._forget_pending()
-        member.finish(by_loss, norm)
-
-    def _close_empty(self) -> None:
-        """End a step that found no gradients: it counts for nothing."""
-        self._forget_pending()
-        self.ampx_member.finish_empty()
-
-    def _restore_scale(self) -> None:
-        """Put the raw trainer's own factor back, where a step had put another there."""
-        if self._own_scale is not None:
-            self.trainer._scale, self._own_scale = self._own_scale, None
-
-    def zero_grad(self) -> None:
-        """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step."""
-        self.ampx_member.begin_clear()
-        self._restore_scale()
-        self._accumulation.reset()
-        self._backend.zero_gradients(self.trainer)
-        self._used, self._left = False, None
-        self._drop()
-
-    def _drop(self) -> None:
-        self.ampx_member.begin_clear()
-        self._forget_pending()
-        self.ampx_member.end_clear()
-
     def _check_divided_once(self) -> None:
         """Raise where another trainer has made unscaled gradients that this one would divide by their scale again."""
         if len(_living) < 2 or self.ampx_member.stage != "scaled" or self.ampx_member.factor == 1:
@@ -366,12 +295,35 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                     f"up. Step that trainer first."
                 )
 
+    # -- clearing ------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step."""
+        self.ampx_member.begin_clear()
+        self._hook.restore_scale(self.trainer)
+        self._accumulation.reset()
+        self._backend.zero_gradients(self.trainer)
+        self._provenance.notes = {}
+        self._pending.left, self._pending.skipped = None, False
+        self._drop()
+
+    def _drop(self) -> None:
+        self.ampx_member.begin_clear()
+        self._forget_pending()
+        self.ampx_member.end_clear()
+
+    def _forget_pending(self) -> None:
+        self._pending.forget()
+        if self._mixer.active:
+            self.ampx_member.mixes = False
+            self._mixer.reset()
+
     # -- unscaled gradients --------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
         """Add up the contexts' gradients and divide by the scale, in place."""
-        member = self.ampx_member
-        if member.stage == "unscaled" and self._mixer.active and not self._reduced:
+        member, pending = self.ampx_member, self._pending
+        if member.stage == "unscaled" and self._mixer.active and not pending.reduced:
             self.allreduce_grads()
         if member.stage == "unscaled" or not member.group.enabled:
             return
@@ -379,30 +331,32 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._accumulation.reset()
         if gradients.any_fresh(self.trainer):
             self._check_divided_once()
-            if not self._reduced:
+            if not pending.reduced:
                 self.allreduce_grads()
             member.begin_change()
             with switch.Region(None):
-                self._widen()
-                self._unscale(gradients.collect(self.trainer, False))
+                self._unscale(self._collect(False, False))
         member.note_unscaled()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Clip the unscaled gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         self.ampx_unscale()
-        self.ampx_member.begin_change()
+        member, unscaled = self.ampx_member, self._pending.unscaled
+        member.begin_change()
         with switch.Region(None):
-            _, norm = gradients.clip(gradients.collect(self.trainer, False), max_norm, None, self._finite)
-        self._norm = norm = 0.0 if norm is None else norm
-        self.ampx_member.end_change()
+            grads, flag = gradients.collect(self.trainer, False), None if unscaled is None else unscaled.finite
+            _, norm = gradients.clip(grads, max_norm, None, flag)
+        self._pending.norm = norm = 0.0 if norm is None else norm
+        member.end_change()
         return mx.np.array(norm, dtype="float64" if norm > FLOAT32_MAX else "float32")
 
     def rescale(self, factor: float) -> None:
         """Multiply unscaled gradients, so that they carry this loss scale again and further ones may be added."""
+        pending = self._pending
         self.ampx_member.begin_change()
         gradients.rescale(gradients.parameters(self.trainer), factor)
-        self._narrow()
-        self._finite, self._norm, self._true = None, None, False
+        pending.narrow()
+        pending.unscaled = pending.norm = None
         self.ampx_member.note_scaled(factor)
 
     def ampx_adopt_adding(self) -> None:
@@ -430,19 +384,42 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: none; after a skipped step that left gradients which add, some.
         """
-        self._check_backward(loss_id)
+        adding = self._check_body(loss_id)
+        if self.ampx_member.stage == "idle":
+            self._accumulation.reset()
+            self._plan(adding, gradients.any_fresh(self.trainer), 1.0)  # whatever the scale: it raises or not
 
-    def _check_backward(self, loss_id: int) -> tuple[list[Any], bool] | None:
-        """Check as `ampx_check_backward`; before the first backward, return what `_rescale_existing` needs."""
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
+        """Bring gradients left from the last step to this scale, and keep what MXNet would forget to add to.
+
+        Raises:
+            ProtocolError: Parameters that add have gradients which cannot be added to.
+
+        Sync: none; after a skipped step that left gradients which add, some.
+        """
+        adding = self._check_body(loss_id)
+        if self.ampx_member.stage == "idle":
+            self._bring_to(adding, float(scale))
+        elif self._is_another(loss_id):
+            self._put_aside(adding)
+        self._pending.reduced = False
+        self._accumulation.begin()
+
+    def _check_body(self, loss_id: int) -> list[Any]:
+        """Raise where a body must not begin whatever its scale; return the parameters that add."""
         if self._must_be_prepared:
             self._check_prepared()
-        session = casting.running_session()
-        if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
+        adding, member = self._adding(), self.ampx_member
+        if adding and self._casts_to_bfloat16():
             check_adds(self.trainer._params)
-        member = self.ampx_member
-        if self._reduced:
-            self._check_reduced(member.stage != "idle" and self._is_another(loss_id))
-        return self._check_left() if member.stage == "idle" else None
+        if self._pending.reduced and self.trainer._kvstore:
+            self._check_reduced(adding, member.stage != "idle" and self._is_another(loss_id))
+        return adding
+
+    @staticmethod
+    def _casts_to_bfloat16() -> bool:
+        session = casting.running_session()
+        return session is not None and session.casting is not None and session.casting.dtype == "bfloat16"
 
     def _check_prepared(self) -> None:
         """Raise where the level asks for low-precision parameters and `prepare` never made any."""
@@ -453,21 +430,38 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             )
         self._must_be_prepared = False
 
-    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Bring gradients left from the last step to this scale, and keep what MXNet would forget to add to.
+    @staticmethod
+    def _check_reduced(adding: list[Any], mixes: bool) -> None:
+        """Raise where new gradients would be added to those of all contexts; overwritten, they are not added up yet."""
+        if mixes or adding:
+            reason = "another loss_id" if mixes else "grad_req='add'"
+            raise ProtocolError(
+                f"scale_loss was called after allreduce_grads and before the step, with {reason}; the contexts' or "
+                f"workers' sum would be added up again. Call allreduce_grads after the last backward."
+            )
 
-        Raises:
-            ProtocolError: Parameters that add have gradients which cannot be added to.
+    def _plan(self, adding: list[Any], fresh: bool, scale: float) -> Plan:
+        """List what a step's first body finds that does not carry its scale yet; raise where that is unknown."""
+        provenance, pending = self._provenance, self._pending
+        if fresh:  # of a loss of another trainer, or of none
+            provenance.note(adding, UNKNOWN)
+        carried = UNKNOWN if pending.skipped else scale if pending.left is None else pending.left
+        return [] if carried == scale and not provenance.notes else provenance.plan(adding, scale, carried)
 
-        Sync: none; after a skipped step that left gradients which add, some.
-        """
-        left = self._check_backward(loss_id)
-        if left is not None:
-            self._rescale_existing(*left, float(scale))
-        elif self._is_another(loss_id):
-            self._put_aside()
-        self._reduced = False
-        self._accumulation.begin()
+    def _bring_to(self, adding: list[Any], scale: float) -> None:
+        """Bring gradients that are there before the first backward of a step to its scale."""
+        provenance, pending = self._provenance, self._pending
+        self._accumulation.reset()
+        fresh = gradients.any_fresh(self.trainer)
+        if plan := self._plan(adding, fresh, scale):
+            provenance.note(adding, UNKNOWN)  # until all are divided
+            provenance.divide(plan)
+        provenance.notes, pending.skipped = {}, False
+        if pending.left is not None:
+            pending.left = scale  # they carry it as well where the body raises before its backward
+        if fresh:
+            # This loss overwrites the others where it reaches, and where it does not, MXNet tells of a stale gradient.
+            gradients.mark_stale(self.trainer, kept=adding)
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Add it; where there are several losses, to the unscaled gradients.
@@ -479,7 +473,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if not self._mixer.active:
             return
         with switch.Region(None), mx.autograd.pause():
-            self._widen()
+            self._pending.widen(gradients.parameters(self.trainer))
             if gradients.any_fresh(self.trainer):  # a backward that gave no gradient does not count for its loss
                 self._unscale_fresh(loss_id)
             try:
@@ -487,7 +481,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             except ProtocolError:
                 self.zero_grad()
                 raise
-        self._finite, self._true = self._mixer.all_finite(), True
+        self._pending.unscaled = Unscaled(None, self._mixer.all_finite())
         self.ampx_member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
@@ -495,27 +489,29 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._accumulation.end()
         if self._mixer.active:
             with mx.autograd.pause():
-                self._widen()
+                self._pending.widen(gradients.parameters(self.trainer))
                 self._mixer.put_back()
 
     def _is_another(self, loss_id: int) -> bool:
         """Return whether pending gradients are of other losses, or of several."""
         return self._mixer.active or loss_id not in self.ampx_member.factors
 
-    def _put_aside(self) -> None:
-        """Take the gradients of other loss ids off the parameters, as true ones."""
-        member, adding = self.ampx_member, self._adding()
+    def _put_aside(self, adding: list[Any]) -> None:
+        """Take the gradients of other loss ids off the parameters, as unscaled ones."""
+        member, pending = self.ampx_member, self._pending
         member.begin_change("unscaled")  # entering the body ends it, or leaving it: until then gradients are missing
         with switch.Region(None), mx.autograd.pause():
             if not self._mixer.active:
                 member.mixes = self._mixer.active = True
-                self._widen()
+                pending.widen(gradients.parameters(self.trainer))
                 if gradients.any_fresh(self.trainer):
                     self._unscale_fresh(next(iter(member.factors)))
                 gradients.rescale(adding, 1.0 / member.factor, only_stale=True)
-                self._finite, self._true, self._left = self._mixer.all_finite(), True, 1.0
+                pending.unscaled = Unscaled(None, self._mixer.all_finite())
+                if pending.left is not None:
+                    pending.left = 1.0
             self._mixer.put_aside(self.trainer, adding)
-            self._narrow()
+            pending.narrow()
 
     def _unscale_fresh(self, loss_id: int) -> None:
         """Divide the gradients that the last backwards wrote by their scale, in place."""
@@ -524,51 +520,16 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _adding(self) -> list[Any]:
         """List the parameters whose gradients add up."""
-        adding = [
-            parameter
-            for parameter in self.trainer._params  # no generator: every step asks
-            if parameter._grad_req == "add" and parameter._grad is not None
-        ]
+        adding = gradients.adding(self.trainer)
+        if not self._accumulation.parameters:
+            return adding
         return [*adding, *(parameter for parameter in self._accumulation.parameters if parameter._grad is not None)]
 
-    def _check_left(self) -> tuple[list[Any], bool]:
-        """Return which parameters add, and whether a backward has written; raise where its scale is unknown."""
-        self._accumulation.reset()
-        adding, fresh = self._adding(), gradients.any_fresh(self.trainer)
-        # Of a loss of another trainer, or of none, or of a skipped step: their scale is unknown.
-        if adding and (fresh or self._left == math.inf):
-            if gradients.any_nonzero(adding):
-                names = ", ".join(parameter.name for parameter in adding[:5])
-                raise ProtocolError(
-                    f"scale_loss was called while {'another backward' if fresh else 'a skipped step'} had left "
-                    f"gradients on parameters with grad_req='add' ({names}); they cannot be added to scaled ones; "
-                    f"accepted: cleared gradients. Call trainer.zero_grad() first, or "
-                    f"give scale_loss all trainers that a loss has parameters of."
-                )
-            self._left = None
-        return adding, fresh
-
-    def _rescale_existing(self, adding: list[Any], fresh: bool, scale: float) -> None:
-        """Bring gradients that are there before the first backward of a step to its scale."""
-        left = self._left
-        if left is not None and left != scale:
-            self._left = math.inf
-            gradients.rescale(adding, scale / left)
-        self._left = scale  # they carry it as well where the body raises before its backward
-        if fresh:
-            # This loss overwrites the others where it reaches, and where it does not, MXNet tells of a stale gradient.
-            gradients.mark_stale(self.trainer, kept=adding)
-
-    def _check_reduced(self, mixes: bool) -> None:
-        """Raise where new gradients would be added to those of all contexts; overwritten, they are not added up yet."""
-        if self.trainer._kvstore and (mixes or self._adding()):
-            reason = "another loss_id" if mixes else "grad_req='add'"
-            raise ProtocolError(
-                f"scale_loss was called after allreduce_grads and before the step, with {reason}; the contexts' or "
-                f"workers' sum would be added up again. Call allreduce_grads after the last backward."
-            )
-
     # -- life ----------------------------------------------------------------------------------------
+
+    def ampx_meter(self) -> Meter | None:
+        """Return what the last update that was looked at did."""
+        return self._meter.last()
 
     def ampx_culprits(self) -> tuple[str, ...]:
         """Name the parameters whose gradients are not finite. Sync: one a gradient."""
@@ -614,6 +575,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         saved = vars(self.trainer._optimizer).pop(_SAVED, None)
         if saved is not None and self.ampx_member.group.enabled:
             load_session(saved, [self.ampx_member.group])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return {name: value for name, value in vars(self).items() if not isinstance(value, NotCopied)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back from a copy; what is pending stays behind."""

@@ -270,6 +270,28 @@ def test_derivatives_of_ones_own_are_kept_and_cast():
     assert ("dot_general", "float32") not in dtypes_of(gradient, A)
 
 
+@jax.custom_vjp
+def product_of_a_constant(a, b):
+    return a @ b
+
+
+def forward_of_a_constant(a, b):
+    assert (a.perturbed, b.perturbed) == (True, False)  # as the loops of Equinox have it
+    return a.value @ b.value, b.value
+
+
+product_of_a_constant.defvjp(forward_of_a_constant, lambda b, up: (3 * up @ b.T, None), symbolic_zeros=True)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_derivative_of_ones_own_is_told_what_is_not_differentiated(nested):
+    start()
+    cast = ampx_jax.autocast(jax.jit(product_of_a_constant) if nested else product_of_a_constant)
+    gradient = jax.grad(lambda a: jnp.sum(cast(a, B)))
+    np.testing.assert_allclose(gradient(A), 3 * jnp.ones((4, 4)) @ B.T, rtol=0.02)
+    assert ("dot_general", "float32") not in dtypes_of(gradient, A)
+
+
 @jax.custom_jvp
 def root(x):
     return jnp.sqrt(x)

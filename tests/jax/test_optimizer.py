@@ -19,7 +19,7 @@ import ampx_jax
 from ampx.plugins import Registration, default_registry
 from ampx.session import sessions
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE, Oracle
-from ampx_jax import optimizer
+from ampx_jax.gradients import all_finite, count_nonfinite
 from ampx_jax.state import find_all
 
 START = np.array([1.0, -2.0, 0.5], np.float32)
@@ -642,7 +642,7 @@ def test_one_element_that_is_not_finite_is_found_wherever_it_is(dtype):
         real = jnp.dtype("float32" if dtype == "complex64" else "float64" if dtype == "complex128" else dtype)
         limits = jnp.finfo(real)
         plain = np.array([[0.0, -0.0, limits.max, limits.min, limits.smallest_subnormal, -1.0]] * 7).astype(kind)
-        look = jax.jit(lambda leaf: (optimizer.all_finite([leaf, leaf[:0]]), optimizer.count_nonfinite([leaf])))
+        look = jax.jit(lambda leaf: (all_finite([leaf, leaf[:0]]), count_nonfinite([leaf])))
         assert [np.asarray(value).tolist() for value in look(plain)] == [True, [0]]
         for bad in (np.inf, -np.inf, np.nan, -np.nan):
             for place in ((0, 0), (3, 2), (6, 5)):

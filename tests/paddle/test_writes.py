@@ -87,7 +87,7 @@ def test_a_scaled_loss_of_others_added_to_true_gradients_is_refused(amp, weights
         "unscale": lambda: ampx.unscale(opt),
         "clip_grad_norm": lambda: ampx.clip_grad_norm(opt, 1.0),
     }
-    with pytest.raises(ampx.ProtocolError, match=rf"carry the scales 1, {scale:g} now; .*call opt\.clear_grad"):
+    with pytest.raises(ampx.ProtocolError, match=r"more than one loss scale.*Call opt\.zero_grad"):
         calls[call]()
     assert (parameter.item(), parameter.grad.item(), opt.loss_scale) == (1.0, 1.0 + scale, 2.0**16)
     opt.clear_grad()
@@ -136,7 +136,7 @@ def test_a_scaled_loss_may_run_backward_outside_as_with_a_grad_scaler(amp, weigh
         scaler.update()
     assert parameter.item() == 1.0 - 0.5 * 4 - 0.5 * 8  # the second step's gradients add to the first's
     scaler.scale(parameter.sum() + other.sum()).backward()
-    with pytest.raises(ampx.ProtocolError, match="nobody can tell"), ampx.scale_loss(other.sum(), foreign):
+    with pytest.raises(ampx.ProtocolError, match="outside of scale_loss has"), ampx.scale_loss(other.sum(), foreign):
         pass
     foreign.clear_grad()
     with ampx.scale_loss(other.sum(), foreign) as scaled:
@@ -153,7 +153,7 @@ def test_true_gradients_are_not_taken_for_those_of_a_scaled_loss_that_reached_no
     opt, reached = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[owned])) for owned in (parameter, other))
     backward(other.sum(), [opt, reached])
     (parameter * 3).sum().backward()
-    with pytest.raises(ampx.ProtocolError, match=r"carry the scales 1, 65536 now; .*call opt\.clear_grad"):
+    with pytest.raises(ampx.ProtocolError, match=r"outside of scale_loss has added.*Call opt\.zero_grad"):
         backward(parameter.sum(), opt)
     assert (parameter.item(), parameter.grad.item(), opt.loss_scale) == (1.0, 3.0, 2.0**16)
     opt.clear_grad()
@@ -172,7 +172,7 @@ def test_a_scaled_loss_that_runs_backward_after_unscale_is_refused(amp, weights)
     scaled.backward(retain_graph=True)
     scaler.unscale_(opt)
     scaled.backward()
-    with pytest.raises(ampx.ProtocolError, match=r"call opt\.clear_grad"):
+    with pytest.raises(ampx.ProtocolError, match=r"outside of scale_loss has added.*Call opt\.zero_grad"):
         scaler.step(opt)
     assert (parameter.item(), opt.loss_scale) == (1.0, 2.0**16)
 

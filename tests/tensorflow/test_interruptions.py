@@ -77,7 +77,7 @@ def test_threads_that_look_do_not_disturb_one_that_trains(amp):
             try:
                 assert opt.last_step.finite
                 assert opt.loss_scale == SCALE
-                assert opt.ampx_member.stage in ("idle", "inside", "scaled", "interrupted")
+                assert opt.ampx_member.stage in ("idle", "inside", "scaled", "changing", "interrupted")
                 assert opt.ampx_pending in (True, False)
             except Exception as error:
                 problems.append(error)

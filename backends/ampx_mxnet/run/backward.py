@@ -13,7 +13,7 @@ from ampx_mxnet.calls import in_backward
 from ampx_mxnet.casting import switch
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import cast_tensor, is_floating
-from ampx_mxnet.losses import second_derivatives_refused
+from ampx_mxnet.losses import check_second_derivative
 
 from .manager import ManagedTrainer, TrainerManager
 
@@ -63,9 +63,13 @@ class _Backward(ScriptBackward[TrainerManager]):
         factor = _choose_factor(manager, optimizers)
         manager.multiplied = manager.multiplied or factor != 1
         manager.check_backward(factor)
-        with _entered(manager, optimizers, factor), switch.Region(None), second_derivatives_refused():
-            native(losses if factor == 1 else manager.scaled(losses, factor))
-            manager.wait()
+        with _entered(manager, optimizers, factor), switch.Region(None):
+            try:
+                native(losses if factor == 1 else manager.scaled(losses, factor))
+                manager.wait()
+            except mx.MXNetError as error:
+                check_second_derivative(error)
+                raise
         for trainer in optimizers:
             # MXNet does not say what a loss depends on, but which gradients were written.
             if gradients.any_fresh(trainer.trainer):

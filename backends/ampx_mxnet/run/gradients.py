@@ -16,7 +16,7 @@ from ampx_mxnet.casting import modules, switch
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import cast_tensor, name_of
 
-from .manager import TrainerManager
+from .manager import TrainerManager, wait_for
 
 _OWN: Final = ("mxnet", "ampx", "ampx_mxnet", "contextlib")
 _THROUGH: Final = ("ampx_mxnet.run",)
@@ -94,6 +94,7 @@ def _differentiating(manager: TrainerManager) -> Callable[..., Any]:
         # In a backward of the script's own: others that run within get gradients that carry the scale, as everywhere.
         with manager.script_code.switched(False):
             result = native(manager.scaled(heads, manager.factor), *args, **kwargs)
+        wait_for(_listed(result))
         return _times_each(result, 1.0 / manager.factor)
 
     return differentiate

@@ -25,6 +25,17 @@ class _Attached(threading.local):
     arrays: Sequence[Any] = ()
 
 
+def wait_for(gradients: Sequence[Any]) -> None:
+    """Wait in a thread of MXNet for what an inner backward gives, before the thread runs another custom function.
+
+    Native defect: such a thread has four spaces for temporary results, which operators take in turns, products with a
+    number too. An operator of the inner backward that waits for a custom function keeps its space until then. If the
+    same thread ran that function, and an operator in there was to take that space, both would wait for ever.
+    """
+    for gradient in gradients:
+        gradient.wait_to_read()
+
+
 def _multiply(gradients: Sequence[Any], factor: float) -> None:
     with mx.autograd.pause():
         for gradient in gradients:
@@ -158,6 +169,7 @@ class TrainerManager(Manager[Managed]):
         _multiply(held, factor)
         with self.script_code.switched(False):
             true(self.scaled(heads, factor))
+        wait_for(held)
         _multiply(held, 1.0 / factor)
 
     def check_backward(self, factor: float) -> None:
@@ -199,7 +211,7 @@ class ManagedTrainer(AmpTrainer):
 
     def ampx_reveal(self) -> None:
         """Make scaled gradients true; those of several contexts, which are not added up yet, until `ampx_hide`."""
-        if len(self._contexts) == 1 or self._reduced:
+        if len(self._contexts) == 1 or self._pending.reduced:
             self.ampx_unscale()
         elif self.ampx_shown == 1.0:
             gradients.rescale(gradients.parameters(self.trainer), 1.0 / self.ampx_member.factor)
