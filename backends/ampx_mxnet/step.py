@@ -77,7 +77,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         meter = make_meter(self._compute, gradients.meter_samples)
         member.observers = (meter,)
         hook = OverflowHook(member, weakref.WeakMethod(self._drop))
-        vars(self).update(_meter=meter, _hook=hook, _layout=gradients.Layout(), _provenance=Provenance(_SLOTS))
+        self.__dict__.update(_meter=meter, _hook=hook, _layout=gradients.Layout(), _provenance=Provenance(_SLOTS))
         if member.group.enabled:
             hook.watch(self.trainer)
             _living.add(self)
@@ -581,7 +581,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back from a copy; what is pending stays behind."""
-        vars(self).update(state)
+        self.__dict__.update(state)
         self._attach()
         self._drop()
 
