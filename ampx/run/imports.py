@@ -86,9 +86,18 @@ class ImportWatch(FirstFinder):
             return
         first = {framework: module for module, framework in reversed(list(self._modules.items()))}
         for framework, module in first.items():
-            if module in sys.modules and framework not in self._told:
+            if module in sys.modules and framework not in self._told and not self._is_half_imported(module):
                 self._told.add(framework)
                 self._ready(framework)
+
+    def _is_half_imported(self, module: str) -> bool:
+        """Return whether the import of a module began before this watch and goes on; its end is noticed, too."""
+        spec: Any = getattr(sys.modules[module], "__spec__", None)
+        if not getattr(spec, "_initializing", False):
+            return False
+        if type(spec) is importlib.machinery.ModuleSpec:
+            _NoticedSpec.notice(spec, self.look)
+        return True
 
     @contextmanager
     def importing(self) -> Iterator[None]:
@@ -98,6 +107,23 @@ class ImportWatch(FirstFinder):
             yield
         finally:
             self._depth -= 1
+
+
+class _NoticedSpec(importlib.machinery.ModuleSpec):
+    """The spec of a module that is half imported: Python notes there that it is complete."""
+
+    @classmethod
+    def notice(cls, spec: Any, ended: Callable[[], None]) -> None:
+        """Make a spec such a one until its module is complete, which `ended` is then told."""
+        spec.__class__ = cls
+        spec.ended = ended
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            ended = self.__dict__.pop("ended")
+            object.__setattr__(self, "__class__", importlib.machinery.ModuleSpec)
+            ended()
 
 
 class _Watched(importlib.abc.Loader):

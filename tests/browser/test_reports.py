@@ -35,7 +35,7 @@ for step in range(8):
 COMPARE = ["compare", "--repeats", "1", "--dtype", "float16"]
 COMMANDS = {
     "compare": (1, [*COMPARE, "--steps", "6"], ["Loss", "Updates and gradients"]),
-    "compare with a sweep": (1, [*COMPARE, "--steps", "3", "--sweep", "--rows=8,16"], ["Loss", "--rows"]),
+    "compare with a sweep": (1, [*COMPARE, "--steps", "4", "--sweep", "--rows=8,16"], ["Loss", "--rows"]),
     "diagnose": (1, ["diagnose", "--dtype", "float16"], ["Nothing failed", "Loss"]),
     "diagnose an overflow": (1e6, ["diagnose", "--dtype", "float16"], ["overflow", "What to do", "Before it failed"]),
     "run": (1, ["run", "--dtype", "float16"], ["Time", "Operations", "The same by hand"]),

@@ -130,3 +130,20 @@ def test_a_finder_can_tell_a_search_from_an_import(monkeypatch):
     with pytest.raises(ModuleNotFoundError):
         __import__(OLD)
     assert seen == [True, False, False]
+
+
+def test_a_module_whose_import_began_before_the_watch_is_reported_when_it_is_complete(tmp_path, monkeypatch):
+    """As that of Accelerate, which imports PyTorch, whose automation then looks for Accelerate."""
+    (tmp_path / "begun_before.py").write_text("import watching_sets_in\ncomplete = True\n")
+    (tmp_path / "watching_sets_in.py").write_text("import builtins\nbuiltins.sets_in()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    watch = ImportWatch(
+        {"begun_before": "it"}, lambda name: seen.append(hasattr(sys.modules["begun_before"], "complete"))
+    )
+    monkeypatch.setattr("builtins.sets_in", watch.look, raising=False)
+    module = importlib.import_module("begun_before")
+    watch.look()
+    assert seen == [True]
+    assert type(module.__spec__) is importlib.machinery.ModuleSpec
+    assert not hasattr(module.__spec__, "ended")

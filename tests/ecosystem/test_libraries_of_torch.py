@@ -1,5 +1,7 @@
 """Libraries that people train PyTorch with."""
 
+from typing import ClassVar
+
 import pytest
 from commands import EveryCommand
 
@@ -11,6 +13,9 @@ pytest.importorskip("transformers", reason="transformers, and with it the other 
 
 class TestLibraries(EveryCommand):
     framework = "torch"
+    # Activations are rounded to 8 bits with a sign: what float16 changes may move one by a step. Its losses are, to the
+    # bit, those of PyTorch's own autocast with a GradScaler.
+    coarse: ClassVar = {"torchao_quantized_aware": 2.0**-7}
     scripts = (
         "accelerate_loop",
         "bitsandbytes_optimizer",
