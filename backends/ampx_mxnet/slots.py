@@ -24,4 +24,5 @@ class ParameterSlots(Slots):
         return not any_nonzero([gradient])
 
     def divide(self, gradients: Sequence[Any], divisor: float) -> None:
+        """Divide the gradients of parameters in place."""
         rescale(gradients, 1.0 / divisor)
