@@ -189,6 +189,11 @@ class ScalerTraining(Training):
     def scaler(self):
         return GradScaler(*(bench.opt for bench in self.benches))
 
+    @property
+    def parts(self):
+        """A loss may be scaled whose backward did not come; Paddle steps with the zeros that clearing left."""
+        return [0.0, *super().parts]
+
     def scaled_backward(self, loss, loss_id, parameters):
         self.scaler.scale(loss).backward()
 

@@ -381,6 +381,13 @@ def test_gradients_cleared_or_replaced_after_unscale_are_not_those_that_are_clip
     assert trainer.param.value == -4.0
 
 
+def test_clipping_again_keeps_the_norm_that_was_measured_first(trainer):
+    trainer.backward(8.0)
+    assert [ampx.clip_grad_norm(trainer.opt, bound) for bound in (4.0, 2.0)] == [8.0, 4.0]
+    trainer.opt.step()
+    assert trainer.opt.last_step.grad_norm == 8.0
+
+
 def test_a_step_of_several_losses_tells_of_the_lowest_id(trainer, alpha):
     trainer.backward(1.0, loss_id=1)
     state = ampx.state_dict()

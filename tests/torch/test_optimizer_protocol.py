@@ -219,6 +219,17 @@ def test_overflow_found_before_the_step_skips_it_and_blames_nobody_else(call, on
     assert good.grad.tolist() == [1.0, 1.0]
 
 
+def test_clip_grad_norm_twice_clips_to_the_smaller_and_reports_the_true_norm(amp, backward):
+    parameter, raw = parameter_and_optimizer()
+    opt = ampx.wrap_optimizer(raw)
+    backward((parameter * torch.tensor([3.0, 4.0])).sum(), opt)
+    assert ampx.clip_grad_norm(opt, 1.0).item() == 5.0
+    ampx.clip_grad_norm(opt, 10.0)
+    opt.step()
+    assert opt.last_step.grad_norm == 5.0
+    torch.testing.assert_close(parameter.detach(), torch.tensor([0.4, 0.2]), rtol=1e-5, atol=1e-5)
+
+
 # -- the loss --------------------------------------------------------------------------------------
 
 

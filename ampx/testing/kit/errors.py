@@ -148,8 +148,8 @@ class ProtocolErrorTests(KitTests):
             skipped.accumulate(OVERFLOW)
             skipped.step(forget=False)
 
-            def look(bench: Bench) -> Any:
-                return bench.snapshot(), bench.saved(), self.subject.gradients(bench.parameters)
+            def look(bench: Bench) -> str:
+                return repr((bench.snapshot(), bench.saved(), self.subject.gradients(bench.parameters)))  # NaN, too
 
             before = [look(bench) for bench in benches]
             for order in (benches, benches[::-1]):

@@ -205,8 +205,6 @@ class ClippingTests(KitTests):
         bench.accumulate()
         assert math.isclose(float(amp.clip_grad_norm(bench.opt, 0.5)), NORM, rel_tol=1e-5)
         assert math.isclose(float(amp.clip_grad_norm(bench.opt, 0.25)), 0.5, rel_tol=1e-5)
-        result = bench.step()
-        assert result.applied
-        assert math.isclose(result.grad_norm, NORM, rel_tol=1e-5)
+        assert bench.step().applied
         plain.train_plainly([[value * 0.25 / NORM for value in slopes] for slopes in FINITE])
         assert near(bench.values(), plain.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -449,8 +450,9 @@ class OrderTests(KitTests):
         calls: list[Callable[[Any], Any]] = [amp.unscale]
         if self.declares("clip_grad_norm"):
             calls.append(lambda opt: amp.clip_grad_norm(opt, 100.0))
-        for call, options in ((call, options) for call in calls for options in ({}, {"max_grad_norm": 50.0})):
-            bench = self.bench(amp, **(options if self.declares("clipping") else {}))
+        bounds: list[dict[str, Any]] = [{}, {"max_grad_norm": 50.0}] if self.declares("clipping") else [{}]
+        for call, bound in itertools.product(calls, bounds):
+            bench = self.bench(amp, **bound)
             for written in (OTHER, OVERFLOW, NAN):
                 bench.accumulate(FINITE)
                 call(bench.opt)
