@@ -174,9 +174,10 @@ def _reach(trial: Trial, step: int, run: Callable[[Trial], Outcome]) -> Outcome:
     if outcome.raised is not None and outcome.steps + 1 == step:
         return outcome
     if step not in outcome.readings:
+        raised = f": it raised {' in '.join(outcome.raised)}" if outcome.raised else ""
         raise TrialError(
-            f"{trial.program.name} made {outcome.steps} steps and did not come to step {step} on its own; accepted: a "
-            f"step that it makes, and a program whose steps are separate calls. Name another by --at."
+            f"{trial.program.name} made {outcome.steps} steps and did not come to step {step} on its own{raised}; "
+            f"accepted: a step that it makes, and a program whose steps are separate calls. Name another by --at."
         )
     if not outcome.readings[step]:
         raise TrialError(

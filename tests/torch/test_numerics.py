@@ -50,6 +50,29 @@ def test_counts_are_those_of_numpy(dtype, watched):
     assert inner.value == outer.value == inner.inputs == describe(values, watched)
 
 
+class Quantized(torch.Tensor):
+    """Like the states of an optimizer with 8 bits: it says float32 and computes nothing."""
+
+    @staticmethod
+    def __new__(cls, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{function} of a quantized tensor")
+
+
+@pytest.mark.parametrize("unreadable", [torch.zeros(3, device="meta"), Quantized((3,))], ids=["meta", "quantized"])
+def test_tensors_without_elements_to_read_are_left_out(unreadable):
+    with PROBE.watch(model := nn.Identity(), Watching(operations=True)) as watch:
+        model(unreadable)
+        model(torch.ones(3))
+    (reading,) = seen(watch.readings())
+    assert reading.value == describe(np.ones(3, np.float32), "float16")
+
+
 def test_samples_are_the_elements_at_the_multiples_that_numpy_takes():
     class Two(nn.Module):
         def forward(self, x):

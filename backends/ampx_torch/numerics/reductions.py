@@ -18,9 +18,9 @@ from ampx_torch.trees import stored
 
 
 def floating(tree: Any) -> Iterator[torch.Tensor]:
-    """Walk over the floating and complex tensors of a tree, detached: tuples, dicts, dataclasses."""
+    """Walk over the floating and complex tensors of a tree whose elements can be read: tuples, dicts, dataclasses."""
     if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point() or tree.is_complex():
+        if (tree.is_floating_point() or tree.is_complex()) and _is_readable(tree):
             yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
@@ -31,6 +31,13 @@ def floating(tree: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(tree) and not isinstance(tree, type):
         for field in fields(tree):
             yield from floating(getattr(tree, field.name, None))
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    # A meta tensor has no elements, and classes that compute by themselves, such as quantized states, compute little.
+    # Shards (DTensor) are read where they lie.
+    dispatch = type(tensor).__torch_dispatch__
+    return not tensor.is_meta and (dispatch is torch.Tensor.__torch_dispatch__ or hasattr(tensor, "to_local"))
 
 
 def _reduced(values: torch.Tensor, dtype: str) -> torch.Tensor:
