@@ -346,6 +346,7 @@ class TestInterruptedStepsInBfloat16(TestInterruptedSteps):
 class TestInterruptedRegions(InterruptedRegionSuite):
     harness = MXNetHarness
     refusals = TestInterruptedSteps.refusals
+    process_wide = (True,)  # entering the first region takes thousands of lines: tests/mxnet/test_interruptions.py
 
     def look(self):
         return self.subject.computes_in()  # functions that cast stay in place as long as somebody may need them

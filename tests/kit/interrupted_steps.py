@@ -224,10 +224,10 @@ class ClosureTraining(Training):
     """Optimizers that evaluate their closure several times, such as LBFGS: the framework alone is the oracle."""
 
     def plainly(self, *gradients: float) -> float:
-        known, key = self.suite.plain_steps, (*self.history, *gradients)
-        if key not in known:
-            known[key] = plain_closures(self.suite, *key)
-        return known[key]
+        steps, key = self.suite.plain_steps, (*self.history, *gradients)
+        if key not in steps:
+            steps[key] = plain_closures(self.suite, *key)
+        return steps[key]
 
     def again(self) -> None:
         for bench in self.benches:
@@ -409,11 +409,12 @@ class InterruptedRegionSuite(InterruptedSuite):
     """Regions that are interrupted; subclass it as `TestInterruptedRegions`."""
 
     acts: ClassVar[tuple[str, ...]] = ("off", "on", "decorated", "step")
+    process_wide: ClassVar[tuple[bool, ...]] = (True, False)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Ask of each region, in sessions of both kinds."""
         metafunc.parametrize("act", self.acts)
-        metafunc.parametrize("process_wide", [True, False])
+        metafunc.parametrize("process_wide", self.process_wide)
 
     def look(self) -> Any:
         """Read how the framework casts now."""

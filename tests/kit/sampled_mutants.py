@@ -155,15 +155,15 @@ def recorded_lines(framework):
 
 
 def commit_of(name="HEAD"):
-    found = subprocess.run(["git", "rev-parse", "--short=8", name], cwd=ROOT, capture_output=True, check=True)
-    return found.stdout.decode().strip()
+    shown = subprocess.run(["git", "rev-parse", "--short=8", name], cwd=ROOT, capture_output=True, check=True)
+    return shown.stdout.decode().strip()
 
 
 @functools.cache
 def functions(path, commit):
     """Return the source of every function of a file at a commit, by name, those of classes included."""
-    found = subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, check=False)
-    nodes = ast.walk(ast.parse(found.stdout))
+    shown = subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, check=False)
+    nodes = ast.walk(ast.parse(shown.stdout))
     return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
@@ -172,7 +172,7 @@ def body(test, commit):
     path, name = test.partition("::")[0], re.sub(r"\[.*", "", test).rpartition("::")[2]
     suites = [f"ampx/testing/kit/{file.name}" for file in sorted((ROOT / "ampx" / "testing" / "kit").glob("*.py"))]
     suites += [f"tests/kit/{file}.py" for file in ("interrupted_steps", "matrix", "transfer")]
-    return next((found[name] for file in (path, *suites) if name in (found := functions(file, commit))), None)
+    return next((shown[name] for file in (path, *suites) if name in (shown := functions(file, commit))), None)
 
 
 def map_lines(framework, tests):
@@ -192,10 +192,10 @@ def map_lines(framework, tests):
         data.read()
         recorded = recorded_lines(framework)
         for file in data.measured_files():
-            known = recorded["lines"].setdefault(str(Path(file).relative_to(ROOT)), {})
+            own = recorded["lines"].setdefault(str(Path(file).relative_to(ROOT)), {})
             for line, contexts in data.contexts_by_lineno(file).items():
                 tests = {context.partition("|")[0] for context in contexts if "|run" in context}
-                known[str(line)] = sorted(tests.union(known.get(str(line), ())))
+                own[str(line)] = sorted(tests.union(own.get(str(line), ())))
         for case in ET.parse(junit).iter("testcase"):
             name = case.get("classname").rpartition(".")[2]
             inside = f"{name}::" if name != Path(case.get("file")).stem else ""

@@ -22,7 +22,7 @@ def column(bench: Bench, name: str) -> dict[int, Any]:
 
 
 def set_scales(bench: Bench, scales: Mapping[int, float]) -> None:
-    """Give losses their scales, by loading a state."""
+    """Set the scales of losses, by loading a state."""
     state = bench.state_dict()
     losses = state["groups"][0]["losses"]
     every = {0: losses[0]["scale"], **scales}
