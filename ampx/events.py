@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class PrecisionLost(Event):
 
     lost: float = 0.0
     flushed: float = 0.0
+
+
+LOG_EVERY: Final = 100  # steps between two `Progress` for a log, unless it is asked for another number
 
 
 @dataclass(frozen=True)

@@ -144,11 +144,26 @@ def inherited(name: str, dtype_of: Callable[[str], str | None]) -> str | None:
     return own if own is not None or outer is None else inherited(outer, dtype_of)
 
 
+def forced_dtype(name: str, dtypes: Mapping[str, str]) -> str | None:
+    """Return the dtype that patterns give a module, or else the innermost module around it that has one."""
+    return inherited(name, lambda own: last_match(own, dtypes))
+
+
 def module_dtypes(plan: CastPlan) -> dict[str, str]:
     """Return the dtype of each pattern of modules in a plan, for `last_match`: deny outdoes allow."""
     denied = dict.fromkeys(module_patterns(plan.deny), "float32")
     allowed = [pattern for pattern in module_patterns(plan.allow) if pattern not in denied]
     return {**dict.fromkeys(allowed, str(plan.dtype)), **denied}
+
+
+def float32_modules(named: Iterable[tuple[str, Any]], plan: CastPlan, norms: tuple[type, ...]) -> list[Any]:
+    """List the modules that stay in float32 where others become low: what is denied, and norms that are not allowed."""
+    dtypes, kept = module_dtypes(plan), []
+    for name, module in named:
+        dtype = forced_dtype(name, dtypes)
+        if dtype == "float32" or (dtype is None and isinstance(module, norms)):
+            kept.append(module)
+    return kept
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

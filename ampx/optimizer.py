@@ -393,7 +393,7 @@ class GenericOptimizer(WrappedOptimizer):
         if _is_empty(grads):
             return
         member = self.ampx_member
-        if member.stage != "interrupted":
+        if member.stage != "changing":
             member.begin_change()
         try:
             self._backend.unscale(grads, divisor)

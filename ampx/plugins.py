@@ -142,6 +142,26 @@ def implemented_hooks(plugin: Any) -> list[str]:
     return [name for name in functions if hasattr(getattr(plugin, name), marker)]
 
 
+def _check_hooks(plugin: Any, label: str, module: str) -> None:
+    """Raise unless a plugin implements some hooks of ampx, each with the marker, and nothing that is none."""
+    hooks = {hook for hook in globals() if hook.startswith("ampx_")}
+    marked = implemented_hooks(plugin)
+    misspelt = sorted(hook for hook in marked if hook not in hooks)
+    if misspelt:
+        raise PluginError(
+            f"plugin {label!r} (module {module}) implements {', '.join(misspelt)}, which is no hook of ampx; "
+            f"accepted: {', '.join(sorted(hooks))}. Correct the name in the plugin."
+        )
+    present = {hook for hook in hooks if callable(getattr(plugin, hook, None))}
+    silent = sorted(present - {*marked, *_CALLED_BY_NAME})
+    if silent or not {*marked, *present}:
+        lacks = f"{', '.join(silent)} without @ampx.hookimpl" if silent else "no hook of ampx"
+        raise PluginError(
+            f"plugin {label!r} (module {module}) has {lacks}, so that it would never be called; accepted: a module "
+            f"or an object with {' or '.join(sorted(hooks))}, marked by @ampx.hookimpl. Correct the plugin."
+        )
+
+
 def load_backend(registration: Registration) -> Backend:
     """Load a framework's backend."""
     try:
@@ -314,40 +334,10 @@ class Registry:
             PluginError: It implements a hook that does not exist, or registering raises.
             DuplicateBackendError: It claims a framework that another plugin has.
         """
-        manager = self.manager
         label = name or str(getattr(plugin, "__name__", repr(plugin)))
         module = str(getattr(plugin, "__name__", type(plugin).__module__))
-        hooks = {hook for hook in globals() if hook.startswith("ampx_")}
-        marked = implemented_hooks(plugin)
-        misspelt = sorted(hook for hook in marked if hook not in hooks)
-        if misspelt:
-            raise PluginError(
-                f"plugin {label!r} (module {module}) implements {', '.join(misspelt)}, which is no hook of ampx; "
-                f"accepted: {', '.join(sorted(hooks))}. Correct the name in the plugin."
-            )
-        present = {hook for hook in hooks if callable(getattr(plugin, hook, None))}
-        silent = sorted(present - {*marked, *_CALLED_BY_NAME})
-        if silent or not {*marked, *present}:
-            lacks = f"{', '.join(silent)} without @ampx.hookimpl" if silent else "no hook of ampx"
-            raise PluginError(
-                f"plugin {label!r} (module {module}) has {lacks}, so that it would never be called; accepted: a module "
-                f"or an object with {' or '.join(sorted(hooks))}, marked by @ampx.hookimpl. Correct the plugin."
-            )
-        if manager.has_plugin(label) or manager.is_registered(plugin):
-            raise PluginError(
-                f"plugin {label!r} (module {module}) is registered already; accepted: each plugin once, under a "
-                f"name of its own. Remove one registration."
-            )
-        try:
-            manager.register(plugin, name=label)
-        except pluggy.PluginValidationError as error:
-            if manager.is_registered(plugin):
-                manager.unregister(plugin)
-            raise PluginError(
-                f"plugin {label!r} (module {module}) has a hook with wrong arguments: {error}; accepted: "
-                f"ampx_register_backends(register), ampx_register_names(register) and ampx_event(event). Correct the "
-                f"plugin."
-            ) from error
+        _check_hooks(plugin, label, module)
+        self._add(plugin, label, module)
         claimed: list[Registration] = []
         stand_ins: list[StandIn] = []
 
@@ -371,15 +361,13 @@ class Registry:
         def register_names(framework: str, load: Callable[[], ProvideNames], *, names: Sequence[str]) -> None:
             stand_ins.append(StandIn(framework, load, tuple(names), label))
 
-        backends = getattr(plugin, "ampx_register_backends", None)
-        old_names = getattr(plugin, "ampx_register_names", None)
         try:
-            if backends is not None:
-                backends(register=register)
-            if old_names is not None:
-                old_names(register=register_names)
+            for hook, receiver in zip(_CALLED_BY_NAME, (register, register_names), strict=True):
+                ask = getattr(plugin, hook, None)
+                if ask is not None:
+                    ask(register=receiver)
         except (Exception, SystemExit) as error:
-            manager.unregister(plugin)
+            self.manager.unregister(plugin)
             if isinstance(error, AmpxError):
                 raise
             raise PluginError(
@@ -388,6 +376,25 @@ class Registry:
             ) from error
         self._registrations.update({registration.name: registration for registration in claimed})
         self._stand_ins.extend(stand_ins)
+
+    def _add(self, plugin: Any, label: str, module: str) -> None:
+        """Hand a plugin to pluggy."""
+        manager = self.manager
+        if manager.has_plugin(label) or manager.is_registered(plugin):
+            raise PluginError(
+                f"plugin {label!r} (module {module}) is registered already; accepted: each plugin once, under a "
+                f"name of its own. Remove one registration."
+            )
+        try:
+            manager.register(plugin, name=label)
+        except pluggy.PluginValidationError as error:
+            if manager.is_registered(plugin):
+                manager.unregister(plugin)
+            raise PluginError(
+                f"plugin {label!r} (module {module}) has a hook with wrong arguments: {error}; accepted: "
+                f"ampx_register_backends(register), ampx_register_names(register) and ampx_event(event). Correct the "
+                f"plugin."
+            ) from error
 
     def _scan(self) -> None:
         entry_points = self._entry_points

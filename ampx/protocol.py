@@ -5,28 +5,23 @@ group its own `Ledger`; the bookkeeping stays the same.
 
 The protocol is closed: `stage`, `factors` and `result` of a `Member` are written here and nowhere else; everybody
 calls its verbs. And it is written ahead: whatever cannot be done twice (dividing gradients, the update, moving the
-scale) happens while the stage is "interrupted", which the next stage replaces afterwards. So an exception between any
+scale) happens while the stage is "changing", which the next stage replaces afterwards. So an exception between any
 two lines, a Ctrl-C say, leaves a stage in which calls are refused until `zero_grad` starts over.
 """
 
 from __future__ import annotations
 
 import abc
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal, NoReturn, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NoReturn, TypeAlias
 
 from .errors import NestedScaleError, NotScaledError, ProtocolError
-from .events import Event, Progress, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
-from .rooms import import_part, is_there
+from .events import Event, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
 from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
-METER_EVERY: Final = 100
-METER_SAMPLES: Final = 4096
-_METER: Final = "ampx.numerics.host_meter"  # loaded by the first optimizer that has one
 UNREACHED_STEPS: Final = 3  # so many in a row are no accident
 WAITING_STEPS: Final = 50  # nor is it that a loss scale waits so long for one of those who share it
 
@@ -54,8 +49,46 @@ class StepObserver(abc.ABC):
         """
 
 
+class MoveObserver(abc.ABC):
+    """Looks on at loss scales every so many steps, once the host knows how they moved; changes nothing.
+
+    Attributes:
+        intervals: The numbers of steps.
+    """
+
+    intervals: Sequence[int]
+
+    def is_due(self, step: int, since: int | None = None) -> bool:
+        """Return whether it looks at a step.
+
+        Args:
+            step: Its number.
+            since: The last step that the host knew of; by default the one before.
+        """
+        before = step - 1 if since is None else since
+        return any(step // every > before // every for every in self.intervals)
+
+    @abc.abstractmethod
+    def moved(
+        self, group: ScaleGroup, before: Mapping[int, LossScaleState], window: Sequence[Outcome]
+    ) -> Iterator[Event]:
+        """Look at a step that is due; return events to send after those of the move itself.
+
+        Args:
+            group: The loss scale, after the move.
+            before: Its states before, by loss id.
+            window: The steps of its members since it last moved.
+        """
+
+
 class Ledger(abc.ABC):
-    """Keeps a group's scale and settles its windows. The host default settles at once."""
+    """Keeps a group's scale and settles its windows. The host default settles at once.
+
+    Attributes:
+        on_device: The scale is a tensor that no step waits for.
+    """
+
+    on_device: ClassVar[bool] = False
 
     @abc.abstractmethod
     def factor(self, group: ScaleGroup, loss_id: int) -> Scalar:
@@ -70,7 +103,7 @@ class Ledger(abc.ABC):
         """Bring the host's view up to date. Sync: allowed."""
 
     def pace(self, group: ScaleGroup) -> None:
-        """Note that `group.intervals` changed, where steps wait until the host looks at them. Sync: allowed."""
+        """Note that the group's observer changed, where steps wait until the host looks at them. Sync: allowed."""
 
     def close(self, group: ScaleGroup) -> None:
         """Bring the host's view up to date for the last time, because the session ends. Sync: allowed."""
@@ -112,14 +145,12 @@ HOST_LEDGER: Final = HostLedger()
 
 
 # idle: no scaled gradients. inside: a scale_loss body runs. scaled: gradients carry the scale.
-# unscaled: gradients are so, and wait for the step. interrupted: gradients, weights or the scale are being changed;
-# this stage is seen only where an exception ended the change half-way.
-Stage: TypeAlias = Literal["idle", "inside", "scaled", "unscaled", "interrupted"]
+# unscaled: gradients are so, and wait for the step. changing: a verb changes gradients, weights or the scale; the next
+# call finds this stage only where an exception ended the verb half-way. interrupted: a change was broken off.
+Stage: TypeAlias = Literal["idle", "inside", "scaled", "unscaled", "changing", "interrupted"]
 Emit: TypeAlias = Callable[[str, Event], None]
 # What one scale_loss body found and brings: stage and factors before, its own factor and loss id. Known by identity.
 Region: TypeAlias = tuple[Stage, dict[int, Scalar], Scalar, int]
-# A move of the scale whose events are due: step, loss id, state before, state after, finiteness.
-Move: TypeAlias = tuple[int, int, LossScaleState, LossScaleState, bool]
 
 
 @dataclass(eq=False)
@@ -133,50 +164,11 @@ class Outcome:
     latest: bool = True  # no step of the member without gradients came since, of which `last_step` tells
 
 
-@dataclass(frozen=True)
-class PendingProgress:
-    """A step of which `Progress` is due."""
-
-    step: int  # its number
-    scales: dict[int, Scalar]  # by loss id, the scale that gradients carried
-    states: dict[int, LossScaleState]  # by loss id, after the step
-    skipped: dict[int, int]  # by loss id, steps skipped so far
-    norms: tuple[Any, ...]  # norms of the gradients, one a member that stepped; none after a skipped step
-
-
-def default_meter_every() -> int:
-    """Return `METER_EVERY`; 0 where the meter was taken out."""
-    return METER_EVERY if is_there(_METER) else 0
-
-
-class NoMeter(StepObserver):
-    """Stands for the meter where that was taken out: it looks at no step."""
-
-    def before(self, optimizer: Any) -> bool:
-        """Return that nothing looks at a step that begins."""
-        return False
-
-    def after(self, optimizer: Any, finite: Mapping[int, Any]) -> None:
-        """Look at nothing."""
-
-    def last(self) -> None:
-        """Return that no update was looked at."""
-
-
-def make_meter(compute: str, look: Callable[[Any, bool], Any]) -> Any:
-    """Make the meter of an optimizer whose loss scale lives on the host, an `ampx.numerics.host_meter.HostMeter`.
-
-    Args:
-        compute: The compute dtype.
-        look: As the meter takes it.
-    """
-    return import_part(_METER, "the meter").HostMeter(compute, look) if is_there(_METER) else NoMeter()
-
-
 @dataclass(eq=False)
 class ScaleGroup:
     """One loss scale (one per loss id) and its members."""
 
+    observer: ClassVar[MoveObserver | None] = None  # of all groups of the process; None while nobody looks on
     framework: str  # name of the framework, for events
     config: LossScale  # the loss scale's configuration
     enabled: bool = True  # False makes every call transparent
@@ -188,11 +180,10 @@ class ScaleGroup:
     members: list[Member] = field(default_factory=list)
     window: list[Outcome] = field(default_factory=list)
     emit: Emit | None = None  # receives the framework's name and an event; None for nobody
-    meter_every: int = field(default_factory=default_meter_every)  # every so many steps the meter looks at an update
+    meter_every: int = 0  # every so many steps the meter looks at an update; 0 for never
     meter_asked: bool = False  # whether somebody said so, and not the default
-    intervals: Sequence[int] = ()  # every so many steps somebody wants `Progress`; those who log change it
     skipped: dict[int, int] = field(default_factory=dict)  # skipped steps by loss id
-    _due: list[Move | PendingProgress] = field(default_factory=list)
+    _due: list[Iterator[Event]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states.setdefault(0, self.config.initial_state())
@@ -262,16 +253,18 @@ class ScaleGroup:
         """
         self.steps += 1
         finite_by_loss = window[0].finite if len(window) == 1 else _merged(window)
-        scales = None
-        if self.intervals and self.reports(self.steps):
-            scales = {loss_id: self.state_of(loss_id).scale for loss_id in {*self.states, *finite_by_loss}}
+        observer = self.observer
+        if observer is not None and not observer.is_due(self.steps):
+            observer = None
+        states = self.states if observer is None else dict(self.states)
         for loss_id, finite in finite_by_loss.items():
             before = self.state_of(loss_id)
             after = self.states[loss_id] = next_state(self.config, before, finite)
             if not finite:
                 self.skipped[loss_id] = self.skipped.get(loss_id, 0) + 1
             if not finite or after.scale != before.scale:
-                self._due.append((self.steps, loss_id, before, after, finite))
+                labels = (self.framework, self.index, loss_id, self.steps)
+                self._due.append(self.events_of(labels, before, after, finite))
         for outcome in window:
             first = self.states[min(outcome.finite)]  # as `scale`, which is that of the lowest loss id
             finite = False not in outcome.finite.values()
@@ -282,19 +275,8 @@ class ScaleGroup:
             if outcome.latest:
                 result = (finite, finite, float(outcome.scale), first.scale, skips, norm)
                 outcome.member._result = result  # a StepResult once somebody looks: here every step would wait for it
-        if scales is not None:
-            norms = () if False in finite_by_loss.values() else tuple(outcome.grad_norm for outcome in window)
-            self._due.append(PendingProgress(self.steps, scales, dict(self.states), dict(self.skipped), norms))
-
-    def reports(self, step: int, since: int | None = None) -> bool:
-        """Return whether a listener wants `Progress` of a step.
-
-        Args:
-            step: Its number.
-            since: The last step that the host knew of; by default the one before.
-        """
-        before = step - 1 if since is None else since
-        return any(step // every > before // every for every in self.intervals)
+        if observer is not None:
+            self._due.append(observer.moved(self, states, window))
 
     def send_events(self) -> None:
         """Send the events of moves that were not told yet. Sync: none, unless a listener does.
@@ -304,7 +286,7 @@ class ScaleGroup:
         due, self._due = self._due, []  # a listener that looks must not be told twice
         try:
             while due:
-                self._send_each(self._events_due(due.pop(0)))
+                self._send_each(due.pop(0))
         finally:
             self._due[:0] = due
 
@@ -334,26 +316,6 @@ class ScaleGroup:
             yield ScaleCollapsed(
                 *labels, *numbers, tuple(name for member in self.members for name in member.culprits())
             )
-
-    def _events_due(self, entry: Move | PendingProgress) -> Iterator[Event]:
-        """Return the events of what is due. Sync: where a norm that is wanted is on the device."""
-        if isinstance(entry, PendingProgress):
-            norms = entry.norms
-            if None in norms and entry.step == self.steps:  # steps of compiled code leave their norm with the member
-                norms = tuple(None if member.result is None else member.result.grad_norm for member in self.members)
-            numbers = [float(norm) for norm in norms if norm is not None]
-            norm = math.hypot(*numbers) if numbers and len(numbers) == len(norms) else None
-            return self.progress_of(entry, norm)
-        steps, loss_id, before, after, finite = entry
-        return self.events_of((self.framework, self.index, loss_id, steps), before, after, finite)
-
-    def progress_of(self, pending: PendingProgress, grad_norm: float | None) -> Iterator[Event]:
-        """Return `Progress` of one step, one for every loss id."""
-        for loss_id, scale in sorted(pending.scales.items()):
-            after = pending.states.get(loss_id) or self.config.initial_state()
-            labels = (self.framework, self.index, loss_id, pending.step)
-            skipped = pending.skipped.get(loss_id, 0)
-            yield Progress(*labels, scale, after.scale, after.consecutive_skips, skipped, grad_norm)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to the running process; the host's view is brought up to date first."""
@@ -594,7 +556,7 @@ class Member:
         self.sees_backward, self.backwards = True, []
 
     def _check_interrupted(self, call: str) -> None:
-        if self.stage == "interrupted":
+        if self.stage in ("changing", "interrupted"):
             raise ProtocolError(
                 f"{call} was called after an exception had interrupted the call before it (or two scale_loss bodies "
                 f"overlapped): gradients may be divided or not, and applied or not; accepted: zero_grad, which starts "
@@ -609,16 +571,16 @@ class Member:
         Returns:
             What `leave` is given when the body ends.
         """
-        before = self._after if self.stage == "interrupted" else self.stage
+        before = self._after if self.stage == "changing" else self.stage
         region = (before, self.factors, factor, loss_id)
-        self.stage = self._after = "interrupted"
+        self.stage, self._after = "changing", "interrupted"
         self.factors = {**self.factors, loss_id: factor}
         self._region = region
         self.stage = "inside"
         return region
 
     def leave(self, region: Region, completed: bool) -> bool | None:
-        """Note that a body ended; the stage is "interrupted" until the wrapper tidied up and called `end_change`.
+        """Note that a body ended; the stage is "changing" until the wrapper tidied up and called `end_change`.
 
         Args:
             region: What `enter` returned.
@@ -633,11 +595,11 @@ class Member:
                 self.begin_change("interrupted")
             return None
         stage, factors, factor, loss_id = region
-        if self.stage == "interrupted":  # a call in the body was
+        if self.stage in ("changing", "interrupted"):  # a call in the body was broken off
             completed, stage = False, "interrupted"
         elif self.stage == "idle":  # the gradients were cleared in the body
             stage, factors = "idle", {}
-        self.stage, self._after = "interrupted", "scaled" if completed else stage
+        self.stage, self._after = "changing", "scaled" if completed else stage
         self.factors = {**factors, loss_id: factor} if completed else factors
         self._region = None
         return completed
@@ -654,11 +616,11 @@ class Member:
             after: The stage that `end_change` goes to; None for the present one.
         """
         self._after = self.stage if after is None else after
-        self.stage = "interrupted"
+        self.stage = "changing"
 
     def end_change(self) -> None:
         """Go to the stage that `begin_change` noted: nothing was changed, or all is tidied up."""
-        if self.stage == "interrupted":
+        if self.stage == "changing":
             self.stage = self._after
 
     def begin_clear(self) -> None:
@@ -722,7 +684,7 @@ class Member:
             scale = self.factors.get(lowest)
             if scale is None:
                 scale = self.factor if self.factors else group.ledger.factor(group, lowest)
-        self.stage = "interrupted"
+        self.stage = "changing"
         group.close(Outcome(self, finite, scale, grad_norm))
         self._reset()
         if group._due:
@@ -744,7 +706,7 @@ class Member:
         """
         self.group.resolve()
         optimizer: Any = None if self._owner is None else self._owner()
-        stage = self._after if self.stage == "interrupted" else self.stage  # before the raw optimizer was stepped
+        stage = self._after if self.stage == "changing" else self.stage  # before the raw optimizer was stepped
         scaled = stage != "idle" or self._dropped_at == self.group.steps
         if self.counted or applied:  # reset here: steps that find gradients must not pay for it
             self._unreached = 0
@@ -780,7 +742,7 @@ class Member:
                 self.group.send_events()
 
     def _reset(self) -> None:
-        self.stage = "interrupted"
+        self.stage = "changing"
         self.factors = {}
         self.held = []
         self.backwards = []

@@ -1,4 +1,4 @@
-"""Parts of ampx that may have been taken out, and modules that can be imported by a second name.
+"""Parts of ampx that may have been taken out, the meter among them, and modules that have a second name.
 
 A part that is asked for and not there is named in one sentence.
 """
@@ -10,13 +10,18 @@ import importlib.abc
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Final
 
 from .errors import MissingPartError
+from .protocol import StepObserver
+
+METER_EVERY: Final = 100
+METER_SAMPLES: Final = 4096
+_METER: Final = "ampx.numerics.host_meter"  # loaded by the first optimizer that has one
 
 
 @contextmanager
@@ -61,6 +66,35 @@ def is_there(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # its package is not there
         return False
+
+
+def default_meter_every() -> int:
+    """Return `METER_EVERY`; 0 where the meter was taken out."""
+    return METER_EVERY if is_there(_METER) else 0
+
+
+class NoMeter(StepObserver):
+    """Stands for the meter where that was taken out: it looks at no step."""
+
+    def before(self, optimizer: Any) -> bool:
+        """Return that nothing looks at a step that begins."""
+        return False
+
+    def after(self, optimizer: Any, finite: Mapping[int, Any]) -> None:
+        """Look at nothing."""
+
+    def last(self) -> None:
+        """Return that no update was looked at."""
+
+
+def make_meter(compute: str, look: Callable[[Any, bool], Any]) -> Any:
+    """Make the meter of an optimizer whose loss scale lives on the host, an `ampx.numerics.host_meter.HostMeter`.
+
+    Args:
+        compute: The compute dtype.
+        look: As the meter takes it.
+    """
+    return import_part(_METER, "the meter").HostMeter(compute, look) if is_there(_METER) else NoMeter()
 
 
 def forward(own: str, name: str, *former: str) -> None:

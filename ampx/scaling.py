@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -27,6 +28,8 @@ from .scale_state import Scalar
 
 _REMEMBERED = 64
 _ENTERED = object()  # stands in for a loss that was scaled already
+_MEMBER = attrgetter("ampx_member")
+_ENABLED = attrgetter("group.enabled")
 
 
 class Session(Protocol):
@@ -73,45 +76,47 @@ class ScaleLoss(Generic[LossT]):
     def __enter__(self) -> LossT:
         """Check everything, then scale; a call that raises changes nothing."""
         amp, loss_id, optimizers = self._amp, self._loss_id, self._optimizers
-        if self._loss is _ENTERED:
+        loss: LossT = self._loss
+        if loss is _ENTERED:
             raise ProtocolError(
                 "a scale_loss region was entered a second time; accepted: once, for one backward. Call scale_loss "
                 "again with the next loss."
             )
-        loss: LossT = self._loss
-        members: list[Member] = []
+        members: list[Member] = [*map(_MEMBER, optimizers)]
         off = not optimizers and self._scale is None  # the state comes from a disabled session
-        for optimizer in optimizers:
-            member = optimizer.ampx_member
-            members.append(member)
-            if not member.group.enabled:
-                off = True
-        if off or not amp.enabled:
+        if off or not amp.enabled or not all(map(_ENABLED, members)):
             self._check_nothing_scaled(members)
             self._optimizers = ()
             return loss
         if loss_id != 0 or type(loss_id) is not int:
             self._check_loss_id()
-        cleared: list[int] = []
-        for position, member in enumerate(members):
+        cleared: list[WrappedOptimizer] = []
+        for optimizer, member in zip(optimizers, members, strict=True):
             if member.stage == "idle":
                 continue
-            optimizers[position].ampx_catch_up()
-            if member.stage == "unscaled" and optimizers[position].ampx_is_cleared():
-                cleared.append(position)
+            optimizer.ampx_catch_up()
+            if member.stage == "unscaled" and optimizer.ampx_is_cleared():
+                cleared.append(optimizer)
             else:
                 member.check_enter()
-        several = isinstance(loss, (list, tuple, dict))
-        if several:
+        if isinstance(loss, (list, tuple, dict)):
             _check_not_empty(loss)
             _each(loss, self._check_loss)
-        else:
+        elif id(loss) in amp.scaled:
             self._check_loss(loss)
+        else:
+            check_loss(amp.backend, loss, amp.check_nan)
         if len(optimizers) > 1:
-            self._check_together([place for place in range(len(members)) if place not in cleared])
-        for position in cleared:
-            optimizers[position].ampx_notice_cleared()
-        scale = self._choose_scale()
+            self._check_together(
+                [optimizer for optimizer in optimizers if all(optimizer is not other for other in cleared)]
+            )
+        for optimizer in cleared:
+            optimizer.ampx_notice_cleared()
+        return self._begin(loss, members, self._choose_scale())
+
+    def _begin(self, loss: LossT, members: Sequence[Member], scale: Scalar) -> LossT:
+        """Prepare the optimizers, switch casting off, scale, and note that the body runs: all of it, or nothing."""
+        amp, loss_id, optimizers = self._amp, self._loss_id, self._optimizers
         prepared = 0
         try:
             for optimizer in optimizers:
@@ -132,25 +137,29 @@ class ScaleLoss(Generic[LossT]):
             held = members[0].held if members else []
             held.clear()  # while gradients accumulate, at most one graph is kept alive
             scaled: LossT
-            if several:
+            if isinstance(loss, (list, tuple, dict)):
                 scaled = _each(loss, lambda leaf: _mark(amp.scaled, amp.backend.scale(leaf, scale), held))
             else:
                 scaled = _mark(amp.scaled, amp.backend.scale(loss, scale), held)
             if members and not members[0].sees_backward:
                 self._watch_backward(members, scaled)
             self._loss = _ENTERED  # the region must not keep the graph alive
-            for position, member in enumerate(members):
-                self._entered.append((optimizers[position], member, member.enter(scale, loss_id)))
+            for optimizer, member in zip(optimizers, members, strict=True):
+                self._entered.append((optimizer, member, member.enter(scale, loss_id)))
             return scaled
         except BaseException as error:
-            for _, member, region in self._entered:
-                member.leave(region, False)
-            if self._casting is not None:
-                self._casting.__exit__(type(error), error, error.__traceback__)
-            for optimizer in optimizers[:prepared]:
-                optimizer.ampx_abandon_backward(loss_id)
-                optimizer.ampx_member.end_change()
+            self._undo(optimizers[:prepared], error)
             raise
+
+    def _undo(self, prepared: Sequence[WrappedOptimizer], error: BaseException) -> None:
+        """Undo what `_begin` did, for optimizers that it prepared, before an exception."""
+        for _, member, region in self._entered:
+            member.leave(region, False)
+        if self._casting is not None:
+            self._casting.__exit__(type(error), error, error.__traceback__)
+        for optimizer in prepared:
+            optimizer.ampx_abandon_backward(self._loss_id)
+            optimizer.ampx_member.end_change()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -211,9 +220,9 @@ class ScaleLoss(Generic[LossT]):
                 return member.factors[loss_id]
         return self._amp.backend.smallest([member.group.ledger.factor(member.group, loss_id) for member in members])
 
-    def _check_together(self, positions: Sequence[int]) -> None:
+    def _check_together(self, optimizers: Sequence[WrappedOptimizer]) -> None:
         """Raise where one backward cannot add to the gradients of all of these optimizers."""
-        loss_id, optimizers = self._loss_id, [self._optimizers[position] for position in positions]
+        loss_id = self._loss_id
         members = [optimizer.ampx_member for optimizer in optimizers]
         frozen = [member.factors[loss_id] for member in members if loss_id in member.factors]
         if any(scale is not frozen[0] and scale != frozen[0] for scale in frozen):

@@ -33,17 +33,11 @@ from .errors import (
     shown,
 )
 from .events import Event, Listener, ScaleCollapsed, StepResult
-from .optimizer import (
-    GenericOptimizer,
-    WrappedOptimizer,
-    check_bound,
-    check_clipping,
-    wrapped_optimizers,
-)
+from .optimizer import GenericOptimizer, WrappedOptimizer, check_bound, check_clipping, wrapped_optimizers
 from .plugins import Registry, default_registry, known_failure
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
 from .protocol import Handle, Member, ScaleGroup
-from .rooms import import_part
+from .rooms import default_meter_every, import_part
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale, is_one
 from .scaling import LossT, ScaleLoss
@@ -181,21 +175,8 @@ class Amp:
             "max_grad_value": None if max_grad_value is None else float(max_grad_value),
             **options,
         }
-        group = new_group(self.framework, config, self.enabled)
-        group.index = len(self.live_groups()) + self._transformations
-        if self.meter_every is not None:
-            if self.meter_every:
-                import_part("ampx.numerics.meter", "amp.meter_every")
-            group.meter_every, group.meter_asked = self.meter_every, True
-        wrapped: list[Any] = []
-        try:
-            for optimizer in optimizers:
-                wrapped.append(self._wrap(optimizer, group.add_member(), settings))
-        except BaseException:  # all or none
-            for optimizer in reversed(wrapped):
-                if isinstance(optimizer, WrappedOptimizer):
-                    optimizer.ampx_unwrap()
-            raise
+        group = self._new_group(config)
+        wrapped = self._wrap_all(optimizers, group, settings)
         if not isinstance(wrapped[0], WrappedOptimizer):
             self._transformations += 1
         else:
@@ -205,6 +186,29 @@ class Amp:
         for optimizer in optimizers:
             self._remember(optimizer)
         return wrapped if several else wrapped[0]
+
+    def _new_group(self, config: LossScale) -> ScaleGroup:
+        """Make the loss scale of the next optimizers."""
+        group = new_group(self.framework, config, self.enabled)
+        group.index = len(self.live_groups()) + self._transformations
+        if self.meter_every is not None:
+            if self.meter_every:
+                import_part("ampx.numerics.meter", "amp.meter_every")
+            group.meter_every, group.meter_asked = self.meter_every, True
+        return group
+
+    def _wrap_all(self, optimizers: Sequence[Any], group: ScaleGroup, settings: Mapping[str, Any]) -> list[Any]:
+        """Wrap all optimizers or none."""
+        wrapped: list[Any] = []
+        try:
+            for optimizer in optimizers:
+                wrapped.append(self._wrap(optimizer, group.add_member(), settings))
+        except BaseException:
+            for optimizer in reversed(wrapped):
+                if isinstance(optimizer, WrappedOptimizer):
+                    optimizer.ampx_unwrap()
+            raise
+        return wrapped
 
     def _wrap(self, opt: Any, member: Member, settings: Mapping[str, Any]) -> Any:
         wrapped = self.backend.wrap_optimizer(opt, member, settings)
@@ -804,10 +808,10 @@ def init(
     _check_level(backend, opt_level)
     target = backend.device(device)
     chosen, reason = _choose_dtype(backend, target, wanted, opt_level, on_unsupported, enabled)
-    casts = chosen not in (None, "float32") and opt_level.name != "O0" and enabled
-    scale = scale or _default_scale(chosen if casts else None, opt_level)
+    chosen = None if chosen == "float32" else chosen  # which a device may prefer
+    scale = scale or _default_scale(chosen, opt_level)
     plan = None
-    if casts and chosen is not None:
+    if chosen is not None:
         plan = backend.check_plan(CastPlan(target.name, chosen, opt_level.name, allowed, denied, not is_one(scale)))
     elif enabled and (allowed or denied):  # for its errors: entries that no device could honour are mistakes here too
         assumed: OptLevel = "O1" if opt_level.name == "O0" else opt_level.name
@@ -815,9 +819,9 @@ def init(
     effective = Effective(
         framework=backend.name,
         device=target.name,
-        dtype=chosen if casts else None,
+        dtype=chosen,
         level=opt_level.name,
-        policy=opt_level.policy(chosen if casts and chosen is not None else "float32"),
+        policy=opt_level.policy(chosen or "float32"),
         loss_scale=scale,
         native=chosen in target.native,
         # Where only functions are cast that the script names, their operations are cast at every level.
@@ -951,7 +955,6 @@ class Sessions:
         # The wrapped optimizers by framework, those of ended sessions too: any backward may reach their parameters.
         self._wrapped: dict[str, list[weakref.ref[Any]]] = {}
         self._watchers: list[list[Callable[[Amp], None]]] = []
-        self.intervals = _Intervals()  # every so many steps somebody wants `Progress`, of whatever framework
         self._groups: weakref.WeakSet[ScaleGroup] = weakref.WeakSet()
 
     def replace(self, session: Amp) -> None:
@@ -1005,24 +1008,8 @@ class Sessions:
             self._wrapped[framework] = [reference for reference in references if reference() is not None]
         return living
 
-    def report_every(self, every: int) -> Callable[[], None]:
-        """Have `Progress` of every so many steps of each loss scale sent; the result of this ends that."""
-        self.intervals.append(every)
-        self._pace()
-
-        def end() -> None:
-            self.intervals.remove(every)
-            self._pace()
-
-        return end
-
-    def _pace(self) -> None:
-        for group in list(self._groups):
-            group.ledger.pace(group)
-
     def note_group(self, group: ScaleGroup) -> None:
-        """Have a loss scale report at the interval that loggers ask for, now or later."""
-        group.intervals = self.intervals
+        """Note a loss scale, which lives as long as whoever made it holds it."""
         self._groups.add(group)
 
     def living_groups(self) -> list[ScaleGroup]:
@@ -1121,17 +1108,6 @@ def _warn_of_collapse(framework: str, event: ScaleCollapsed) -> None:
     )
 
 
-class _Intervals(list[int]):
-    """Numbers of steps, which all loss scales of a process share; copies and pickles stand for the list itself."""
-
-    def __reduce__(self) -> tuple[Callable[[], _Intervals], tuple[()]]:
-        return _intervals, ()
-
-
-def _intervals() -> _Intervals:
-    return sessions.intervals
-
-
 sessions: Final = Sessions()
 
 
@@ -1141,7 +1117,7 @@ def new_group(framework: str, config: LossScale, enabled: bool = True) -> ScaleG
     `wrap_optimizer` makes them; a backend needs it for what stands outside of a session: an optimizer that the
     framework loads from a file, say.
     """
-    group = ScaleGroup(framework, config, enabled, emit=sessions.emit)
+    group = ScaleGroup(framework, config, enabled, emit=sessions.emit, meter_every=default_meter_every())
     sessions.note_group(group)
     return group
 

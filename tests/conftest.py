@@ -27,7 +27,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-pytest.register_assert_rewrite("matrix", "transfer")
+pytest.register_assert_rewrite("interrupted_steps", "matrix", "transfer")
 
 import processes  # noqa: E402 -- after the path on which it is, and the environment that it hands on
 import simulated_cuda  # noqa: E402

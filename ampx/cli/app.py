@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ampx.errors import InvalidOptionError
+from ampx.events import LOG_EVERY
 
 if TYPE_CHECKING:
     from ampx.run.command import RunRequest
@@ -181,7 +182,7 @@ def run_script(
             show_default=False,
         ),
     ] = None,
-    log_every: Annotated[int, typer.Option(min=1, help="Steps between two rows of --log.")] = 100,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between two rows of --log.")] = LOG_EVERY,
     stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
 ) -> None:
     """Train an unedited script in mixed precision, and report what happened when it ends."""

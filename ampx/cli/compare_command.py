@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from ampx.numerics.report import (
     HEAD,
@@ -35,25 +36,16 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
     script = " ".join([report["script"], *report["arguments"]])
     runs = "1 run" if report["repeats"] == 1 else f"{report['repeats']} runs"
     title = f"{script}: {report['framework']} on {report['device']}, {report['steps']} steps, {runs} each"
-    table = make_table(escape(title), *HEAD)
+    table = _table(escape(title), HEAD, compared_rows(report))
     for column in table.columns[:3]:  # dtype and speed are what one looks for
         column.no_wrap = True
-    for row in compared_rows(report):
-        table.add_row(*map(escape, row))
     console.print(table)
-    meters = meter_rows(report)
-    if meters:
-        table = make_table("Updates that round to nothing, gradients that flush to zero", *METER_HEAD)
-        for row in meters:
-            table.add_row(*map(escape, row))
-        console.print(table)
+    if meters := meter_rows(report):
+        console.print(_table("Updates that round to nothing, gradients that flush to zero", METER_HEAD, meters))
     for name, facts in report["dtypes"].items():
-        modules = facts["modules"]
-        if modules is not None:
-            worst = make_table(f"Largest relative errors in {name}", *WORST_HEAD)
-            for row in worst_rows(modules):
-                worst.add_row(*map(escape, row))
-            console.print(worst)
+        if facts["modules"] is not None:
+            title = f"Largest relative errors in {name}"
+            console.print(_table(title, WORST_HEAD, worst_rows(facts["modules"])))
     if report["sweep"] is not None:
         _print_sweep(console, report["sweep"])
     for name, message in report["failed"].items():
@@ -64,6 +56,13 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
         console.print(f"note: {escape(note)}", soft_wrap=True)
     for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:
         console.print(escape(verdict), soft_wrap=True)
+
+
+def _table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    table = make_table(title, *head)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def _print_sweep(console: Console, sweep: Mapping[str, Any]) -> None:

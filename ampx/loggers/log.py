@@ -18,13 +18,13 @@ from typing import Any, Final
 
 from ampx import api
 from ampx.errors import InvalidOptionError
-from ampx.events import Event, Progress, ScaleChanged, UpdateMetered
+from ampx.events import LOG_EVERY, Event, Progress, ScaleChanged, UpdateMetered
 from ampx.plugins import default_registry, hookimpl, implemented_hooks
 from ampx.session import sessions
 
+from .progress import report_every
 from .targets import Row, Target, find
 
-EVERY: Final = 100
 _numbers: Final = itertools.count(1)
 
 
@@ -50,7 +50,8 @@ class Log:
         """Open the target and listen; None for the events of every framework."""
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise InvalidOptionError(
-                f"log_to got every={every!r}; accepted: a number of steps from 1 on. Pass one, such as every={EVERY}."
+                f"log_to got every={every!r}; accepted: a number of steps from 1 on. Pass one, such as "
+                f"every={LOG_EVERY}."
             )
         self.every = every
         self.rows = 0
@@ -67,7 +68,7 @@ class Log:
                 opened.callback(self._target.close)
             self._follow_groups()
             self._register(target if own_plugin else self, opened)
-            opened.callback(sessions.report_every(every))
+            opened.callback(report_every(every))
             self._closing = opened.pop_all()
         atexit.register(self.close)
 
@@ -177,7 +178,7 @@ class Log:
         self.close()
 
 
-def log_to(target: Any, every: int = EVERY, *, framework: str | None = None) -> Log:
+def log_to(target: Any, every: int = LOG_EVERY, *, framework: str | None = None) -> Log:
     """Write what steps report to a target: the loss scale, skipped steps, gradient norms and the meter's numbers.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -259,16 +259,7 @@ def rewrite(files: Sequence[tuple[Path, bytes]], around: Surroundings | None = N
                     continue
 
     program = Program(around.modules, load, importers)
-    unreadable = []
-    for path, data in files:
-        try:
-            source = Source(path, data)
-        except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
-            reports[path].status, reports[path].findings = "error", [_unreadable(data, error)]
-            unreadable.append(path)
-            continue
-        program.add(source)
-        reports[path].encoding = source.encoding
+    unreadable = [path for path, data in files if not _add(program, data, reports[path])]
     try:
         texts = _rewrite(program, reports)
     except NeedsHumanError as error:
@@ -279,10 +270,8 @@ def rewrite(files: Sequence[tuple[Path, bytes]], around: Surroundings | None = N
         return list(reports.values())
     except Exception as error:  # a program that the analysis cannot cope with must not keep the others from theirs
         what = f"it cannot be analysed: {type(error).__name__}: {error}"
-        for report in reports.values():
-            report.status = "error"
-            report.findings = [Finding(1, "todo", what, "It was left as it is; report this.")]
-        return list(reports.values())
+        finding = Finding(1, "todo", what, "It was left as it is; report this.")
+        return [replace(report, status="error", findings=[finding]) for report in reports.values()]
     outside = [path for path in texts if path in around.foreign or path not in reports]
     if unreadable and texts:
         _block(reports, unreadable[0], reports[unreadable[0]].findings[0], around.foreign)
@@ -293,6 +282,18 @@ def rewrite(files: Sequence[tuple[Path, bytes]], around: Surroundings | None = N
         for path, data in texts.items():
             reports[path].status, reports[path].after = "changed", data
     return list(reports.values())
+
+
+def _add(program: Program, data: bytes, report: FileReport) -> bool:
+    """Add a file to a program; return whether it could be read."""
+    try:
+        source = Source(report.path, data)
+    except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
+        report.status, report.findings = "error", [_unreadable(data, error)]
+        return False
+    program.add(source)
+    report.encoding = source.encoding
+    return True
 
 
 def _rewrite(program: Program, reports: Mapping[Path, FileReport]) -> dict[Path, bytes]:

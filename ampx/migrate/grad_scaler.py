@@ -413,19 +413,7 @@ class ScalerRewriter:
 
     def _wrap(self, scaler: Scaler) -> list[ast.stmt]:
         """Plan the wrapping of the optimizers that share the loss scale; return the lines after which it stands."""
-        program = self._program
-        groups: list[tuple[str, list[Binding]]] = []
-        for optimizer in scaler.optimizers:
-            origins = self._origins(scaler, optimizer)
-            if not origins:
-                raise self._block(optimizer, f"it cannot be told where `{program.code(optimizer)}` is made", _WRAP)
-            for binding in origins:
-                place = self._flow.place(binding.node)
-                group_of_place = next((group for group in groups if self._flow.place(group[1][0].node) == place), None)
-                if group_of_place is None:
-                    groups.append((program.code(binding.node), [binding]))
-                elif binding not in group_of_place[1]:
-                    group_of_place[1].append(binding)
+        program, groups = self._program, self._made(scaler)
         bindings = [binding for _, group in groups for binding in group]
         names = [name for name, _ in groups]
         starts = {self._start_for(scaler, binding) for binding in bindings}
@@ -455,6 +443,23 @@ class ScalerRewriter:
         for point in points:
             self._edits(point).insert_after(point, _wrap_text(names, start))
         return points
+
+    def _made(self, scaler: Scaler) -> list[tuple[str, list[Binding]]]:
+        """Return what holds the optimizers of a scaler: for each place its code, and where it is bound."""
+        program = self._program
+        groups: list[tuple[str, list[Binding]]] = []
+        for optimizer in scaler.optimizers:
+            origins = self._origins(scaler, optimizer)
+            if not origins:
+                raise self._block(optimizer, f"it cannot be told where `{program.code(optimizer)}` is made", _WRAP)
+            for binding in origins:
+                place = self._flow.place(binding.node)
+                group_of_place = next((group for group in groups if self._flow.place(group[1][0].node) == place), None)
+                if group_of_place is None:
+                    groups.append((program.code(binding.node), [binding]))
+                elif binding not in group_of_place[1]:
+                    group_of_place[1].append(binding)
+        return groups
 
     def _start_for(self, scaler: Scaler, binding: Binding) -> Start:
         """Return where the session begins as the function sees it that makes an optimizer: where it calls what does."""

@@ -52,23 +52,27 @@ class Seen:
         replayed: What the replay returned; gradients may be samples of the true ones.
         readings: What was read.
         shapes: Of the parameters, by name; None where they are those of the gradients.
+        skipped: Whether the step of the batch was skipped; None where none was made.
     """
 
     replayed: Replayed
     readings: tuple[Reading, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] | None = None
+    skipped: bool | None = None
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and every gradient are finite."""
-        return math.isfinite(self.replayed.loss) and finite_gradients(self.replayed)
+        """Whether the loss and every gradient are finite; of a step, every gradient of a module's output, too."""
+        backward = [] if self.skipped is None else [entry for entry in self.readings if entry.direction == "backward"]
+        broken = self.overflows or any(entry.value.nonfinite for entry in backward)
+        return math.isfinite(self.replayed.loss) and not broken
 
+    @property
+    def overflows(self) -> bool:
+        """Whether the gradients are not finite: the step was skipped, or would be."""
+        import numpy as np
 
-def finite_gradients(replayed: Replayed) -> bool:
-    """Return whether every gradient is finite."""
-    import numpy as np
-
-    return all(bool(np.isfinite(gradient).all()) for gradient in replayed.gradients.values())
+        return self.skipped or not all(np.isfinite(gradient).all() for gradient in self.replayed.gradients.values())
 
 
 class Batch:
@@ -89,7 +93,6 @@ class Batch:
         place = device or (self.session.effective.device if self.session is not None else "auto")
         self.device: Device = self.backend.device(place)
         self.step, self.model = step, model
-        self.replays = 0
         self.read_before_error: tuple[Reading, ...] = ()  # in the last run that raised
 
     @property
@@ -154,7 +157,6 @@ class Batch:
 
     def run(self, casting: Casting = FLOAT32, scale: float = 1.0, watching: Watching | None = None) -> Seen:
         """Replay the batch."""
-        self.replays += 1
         with ExitStack() as stack:
             stack.enter_context(self._forced(casting))
             if watching is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import pickle
 import platform
 import random
 import sys
@@ -27,7 +27,7 @@ from ampx.run.supervisor import Finished, supervise
 
 from .diagnose import in_one_line
 from .probe import Probe
-from .trial import MISUSED, REFUSED, Outcome, Trial, write_outcome
+from .trial import MISUSED, REFUSED, Outcome, Trial
 
 if TYPE_CHECKING:
     from ampx.backend import Backend
@@ -197,7 +197,7 @@ class TrialObserver:
 
         def take(sampled: Iterable[SampledGradient]) -> None:
             if os.getpid() == self._process:
-                self.gradients[step] = (*self.gradients.get(step, ()), *sampled)
+                self.gradients[step] = (*self.gradients.get(step, ()), *map(_plain, sampled))
 
         run.recorder.takes_gradients = take if step in self.trial.gradients else None
 
@@ -247,6 +247,14 @@ class TrialObserver:
         )
 
 
+def _plain(sampled: SampledGradient) -> SampledGradient:
+    """Return it without types of the framework, which the process that asked does not import."""
+    import numpy as np
+
+    values = None if sampled.values is None else np.asarray(sampled.values, np.float32)
+    return replace(sampled, shape=tuple(map(int, sampled.shape)), values=values)
+
+
 def _peak_host() -> int | None:
     try:
         import resource
@@ -258,8 +266,7 @@ def _peak_host() -> int | None:
 
 def main(request: str) -> int:
     """Run what a file asks for; return the exit code."""
-    message = json.loads(Path(request).read_text(encoding="utf-8"))
-    trial = Trial.from_json(message["trial"])
+    trial, answer = pickle.loads(Path(request).read_bytes())
     finished = Finished()
     observer = finished.recorder.observer = TrialObserver(trial)
     observer.seed()
@@ -287,7 +294,7 @@ def main(request: str) -> int:
             "arguments": list(trial.program.arguments),
             "processes": finished.children,
         }
-        write_outcome(Path(message["answer"]), observer.outcome(report, raised))
+        answer.write_bytes(pickle.dumps(observer.outcome(report, raised)))
     return 0
 
 

@@ -15,11 +15,11 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import plain
-from .compare import WORST, ModuleError, error_map, module_errors, unscaled, worst_errors
+from .compare import WORST, error_map, worst_errors
 from .meter import LOST
 from .probe import Watching
 from .timing import busy, speed_in_words
-from .trial import TIMED_STEPS, Outcome, Trial, how_to_name, not_repeatable, run_trial, warm_up_of
+from .trial import TIMED_STEPS, Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
 
 SCHEMA: Final = "ampx.compare/1"
 # What a comparison on a CPU cannot say.
@@ -465,7 +465,7 @@ def _modules(
     The first step is of the same weights, and so is that where the losses part: there casting is off in a third run,
     which comes to it in the dtype. The other steps are of two trainings, which go ways of their own.
     """
-    errors = {step: _errors(reference, low, step, name) for step in watched.watched}
+    errors = {step: step_errors(reference, low, step, name) for step in watched.watched}
     first = errors[1]
     if not first:
         return None
@@ -475,15 +475,10 @@ def _modules(
     elif parts_at is not None:
         same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
         exact = run(replace(same, settings=replace(watched.settings, dtype=name)))
-        parted = next((entry for entry in _errors(exact, low, parts_at, name) if entry.parts), None)
+        parted = next((entry for entry in step_errors(exact, low, parts_at, name) if entry.parts), None)
     return {
         "first": None if parted is None else plain(parted),
         "worst_outputs": plain(worst_errors(first, "forward")[:WORST]),
         "worst_gradients": plain(worst_errors(first, "backward")[:WORST]),
         "map": error_map(errors),
     }
-
-
-def _errors(reference: Outcome, low: Outcome, step: int, dtype: str) -> tuple[ModuleError, ...]:
-    exact, rounded = (unscaled(outcome.readings.get(step, ()), outcome.scale_at(step)) for outcome in (reference, low))
-    return module_errors(exact, rounded, dtype)

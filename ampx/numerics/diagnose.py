@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from ampx.backend import MODULE
 from ampx.errors import AmpxError
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, Format
 from ampx.policy import OptLevel
 
-from .batch import FLOAT32, Batch, Seen, finite_gradients, fitting_scale, plain
+from .batch import FLOAT32, Batch, Seen, fitting_scale, plain
 from .compare import bound, relative_error
 from .operations import family, normalised
 from .probe import Direction, Reading, Stats, Step, Watching
@@ -167,10 +167,6 @@ def _key(reading: Reading) -> Key:
     return reading.module, reading.operation, reading.direction, reading.call
 
 
-def _fails(seen: Seen) -> bool:
-    return not math.isfinite(seen.replayed.loss) or not finite_gradients(seen.replayed)
-
-
 def first_failing(readings: Sequence[Reading], healthy: Mapping[Key, Reading] | None) -> int | None:
     """Return the position of the first value that is not finite, and should be; None where there is none.
 
@@ -239,8 +235,14 @@ class _Case:
         return (self.place.inputs,) if family(self.place.operation) == "cast" and not self.float32_fails else ()
 
     @property
-    def largest(self) -> float:
-        return FORMATS[self.dtype].largest
+    def form(self) -> Format:
+        return FORMATS[self.dtype]
+
+    @property
+    def exact_size(self) -> str:
+        """How large the value is in float32, or what it was computed from."""
+        reference, inputs = self.reference, self.place.inputs
+        return f"{reference.value.largest:.4g} in float32" if reference else f"up to {inputs.largest:.4g} before"
 
     @property
     def new_zeros(self) -> bool:
@@ -260,7 +262,7 @@ class _Case:
                 continue
             negative = entry.value.lowest < 0 <= exact.value.lowest
             if entry.direction == "forward" and (negative or entry.value.zeros > exact.value.zeros):  # the first
-                held = exact.value.smallest >= FORMATS[self.dtype].smallest
+                held = exact.value.smallest >= self.form.smallest
                 return entry if held and normalised(entry.operation) in _DIFFERENCES else None
         return None
 
@@ -268,9 +270,9 @@ class _Case:
     def beyond(self) -> bool:
         """Whether float32's value does not fit into the dtype."""
         if self.reference is None:
-            return any(stats.largest > self.largest for stats in self.exact)
+            return any(stats.largest > self.form.largest for stats in self.exact)
         scale = self.scale if self.place.direction == "backward" else 1.0
-        return bool(self.reference.value.overflowed) or self.reference.value.largest * scale > self.largest
+        return bool(self.reference.value.overflowed) or self.reference.value.largest * scale > self.form.largest
 
 
 def _mask_constant(stats: Stats, largest: float) -> bool:
@@ -283,57 +285,87 @@ def _mask_constant(stats: Stats, largest: float) -> bool:
     return powers or any(abs(low / form.largest - 1) < 1e-3 for form in FORMATS.values())
 
 
-def _cause(case: _Case) -> tuple[Kind, str]:
-    """Return the kind and a sentence, of a place whose inputs are finite."""
-    place, form, dtype = case.place, FORMATS[case.dtype], case.dtype
+Cause: TypeAlias = tuple[Kind, str]
+
+
+def _cause(case: _Case) -> Cause:
+    """Return the kind and a sentence, of a place whose inputs are finite: the first cause that fits."""
+    causes = (find(case) for find in (_mask, _derivative_at_zero, _division, _logarithm, _sum, _overflow))
+    return next(filter(None, causes), ("model", "it is not finite in float32, either, with finite inputs and weights"))
+
+
+def _mask(case: _Case) -> Cause | None:
+    stats = next((stats for stats in case.exact if _mask_constant(stats, case.form.largest)), None)
+    if stats is None:
+        return None
+    bound = f"{case.dtype}'s lowest number, {-case.form.largest:.5g}"
+    return "mask", f"the constant {stats.lowest:.3g} is beyond {bound}: it is -inf"
+
+
+def _derivative_at_zero(case: _Case) -> Cause | None:
+    forward = _forward_at_zero(case) if case.place.direction == "backward" else None
+    if forward is None:
+        return None
+    return "logarithm", (
+        f"the derivative of {forward.operation} at zero is infinite, and {forward.inputs.zeros} of its inputs are zero"
+    )
+
+
+def _division(case: _Case) -> Cause | None:
+    dtype, reference = case.dtype, case.reference
+    if family(case.place.operation) != "division" or not case.new_zeros:
+        return None
+    if reference is None:
+        return "division", "it divides by zero"
+    if case.cancelled is not None:
+        return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
+    return "epsilon", (
+        f"the divisor is zero in {dtype}, whose smallest number is {case.form.smallest:.2g}; in float32 it is not, for "
+        f"there the smallest input is {reference.inputs.smallest:.2g}"
+    )
+
+
+def _logarithm(case: _Case) -> Cause | None:
+    place, dtype, reference = case.place, case.dtype, case.reference
     does = family(place.operation)
-    reference = case.reference
-    true = f"{reference.value.largest:.4g} in float32" if reference else f"up to {place.inputs.largest:.4g} before"
-    stats = next((stats for stats in case.exact if _mask_constant(stats, form.largest)), None)
-    if stats is not None:
-        bound = f"{dtype}'s lowest number, {-form.largest:.5g}"
-        return "mask", f"the constant {stats.lowest:.3g} is beyond {bound}: it is -inf"
-    if place.direction == "backward":
-        forward = _forward_at_zero(case)
-        if forward is not None:
-            return "logarithm", (
-                f"the derivative of {forward.operation} at zero is infinite, and {forward.inputs.zeros} of its inputs "
-                f"are zero"
-            )
-    if does == "division" and case.new_zeros:
-        if reference is None:
-            return "division", "it divides by zero"
-        if case.cancelled is not None:
-            return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
-        return "epsilon", (
-            f"the divisor is zero in {dtype}, whose smallest number is {form.smallest:.2g}; in float32 it is not, for "
-            f"there the smallest input is {reference.inputs.smallest:.2g}"
-        )
     if does in ("logarithm", "root") and place.inputs.lowest < 0 and place.value.nan:
         if reference is not None and reference.inputs.lowest >= 0 and case.cancelled is not None:
             what = f"it takes a logarithm or root of {place.inputs.lowest:.3g}, which float32 does not have"
             return "digits", f"{what}: {_of_difference(case.cancelled, dtype)}"
         return "logarithm", f"it takes a logarithm or root of {place.inputs.lowest:.3g}, which is negative"
-    if does == "logarithm" and case.new_zeros:
-        flushed = f"; in float32 it is {reference.inputs.smallest:.2g}, which {dtype} flushes" if reference else ""
-        if case.cancelled is not None:
-            flushed = f": {_of_difference(case.cancelled, dtype)}"
-        return "logarithm", f"it takes the logarithm of zero{flushed}"
-    if does == "sum" and reference is not None and place.inputs.largest <= form.largest and place.inputs.elements > 2:
-        does_so = "multiplies" if "prod" in normalised(place.operation) else "sums"
-        return "sum", (
-            f"it {does_so} {place.inputs.elements} elements of up to {place.inputs.largest:.4g} in {dtype}, whose "
-            f"largest number is {form.largest:.5g}; the result is {true}"
-        )
+    if does != "logarithm" or not case.new_zeros:
+        return None
+    flushed = f"; in float32 it is {reference.inputs.smallest:.2g}, which {dtype} flushes" if reference else ""
+    if case.cancelled is not None:
+        flushed = f": {_of_difference(case.cancelled, dtype)}"
+    return "logarithm", f"it takes the logarithm of zero{flushed}"
+
+
+def _sum(case: _Case) -> Cause | None:
+    inputs, form = case.place.inputs, case.form
+    if family(case.place.operation) != "sum" or case.reference is None:
+        return None
+    if inputs.largest > form.largest or inputs.elements <= 2:
+        return None
+    does_so = "multiplies" if "prod" in normalised(case.place.operation) else "sums"
+    return "sum", (
+        f"it {does_so} {inputs.elements} elements of up to {inputs.largest:.4g} in {case.dtype}, whose largest number "
+        f"is {form.largest:.5g}; the result is {case.exact_size}"
+    )
+
+
+def _overflow(case: _Case) -> Cause | None:
+    largest = f"{case.dtype}'s largest number, {case.form.largest:.5g}"
     if case.beyond:
-        scaled = f" times the loss scale of {case.scale:g}" if place.direction == "backward" and case.scale != 1 else ""
-        return "overflow", f"the value, {true}{scaled}, is beyond {dtype}'s largest number, {form.largest:.5g}"
-    if not case.float32_fails:
-        return "overflow", (
-            f"it is not finite in {dtype}, whose largest number is {form.largest:.5g}, and is {true}: a part of it is "
-            f"beyond the dtype"
-        )
-    return "model", "it is not finite in float32, either, with finite inputs and weights"
+        scaled = case.place.direction == "backward" and case.scale != 1
+        times = f" times the loss scale of {case.scale:g}" if scaled else ""
+        return "overflow", f"the value, {case.exact_size}{times}, is beyond {largest}"
+    if case.float32_fails:
+        return None
+    return "overflow", (
+        f"it is not finite in {case.dtype}, whose largest number is {case.form.largest:.5g}, and is {case.exact_size}: "
+        f"a part of it is beyond the dtype"
+    )
 
 
 def _forward_at_zero(case: _Case) -> Reading | None:
@@ -407,6 +439,39 @@ def _advice(kind: Kind, place: Reading | None, dtype: str, float32_fails: bool =
 # -- diagnosis -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """What a framework raised in low precision.
+
+    Attributes:
+        message: Type and message, in one line.
+        seen: What was read before it raised.
+        line: The line of the user's own code that it came from; "" for unknown.
+    """
+
+    message: str
+    seen: Sequence[Reading] = ()
+    line: str = ""
+
+
+def examined(
+    low: Seen | Refusal, reference: Seen, dtype: str, scale: float, again: Callable[[float], Seen]
+) -> Diagnosis:
+    """Say where a batch first fails, and why.
+
+    Args:
+        low: The batch in the precision that fails; the reference itself where nothing was cast.
+        reference: The batch in float32, from the same weights and random numbers, watched alike.
+        dtype: The precision, of `FORMATS`.
+        scale: The loss scale of `low`.
+        again: Runs the batch in that precision with another loss scale.
+    """
+    if isinstance(low, Refusal):
+        return refused(low.message, reference, dtype, scale, low.seen, low.line)
+    overflows = low is not reference and math.isfinite(low.replayed.loss) and low.overflows
+    return diagnosed(low, reference, dtype, scale, again(1.0) if overflows and scale != 1 else None)
+
+
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscaled: Seen | None = None) -> Diagnosis:
     """Say where a batch first fails, and why.
 
@@ -417,7 +482,7 @@ def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscal
         scale: The loss scale of `low`.
         unscaled: The batch in that precision with a loss scale of 1, where that was replayed.
     """
-    float32_fails = _fails(reference)
+    float32_fails = not reference.finite
 
     def result(kind: Kind, why: str, position: int | None = None, seen: Seen = low) -> Diagnosis:
         place = None if position is None else seen.readings[position]
@@ -435,11 +500,11 @@ def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscal
             risks(low, reference, dtype, scale if kind == "healthy" else None),
         )
 
-    if not _fails(low):
+    if low.finite:
         return _of_finite(low, reference, dtype, result)
     if float32_fails:
         return _of_float32(reference, result)
-    if math.isfinite(low.replayed.loss) and unscaled is not None and not _fails(unscaled):
+    if math.isfinite(low.replayed.loss) and unscaled is not None and unscaled.finite:
         position = first_failing(low.readings, {_key(entry): entry for entry in reference.readings})
         return result(
             "loss scale",
@@ -804,15 +869,12 @@ def diagnose(
     watching = Watching(dtype=chosen, operations=operations, samples=SAMPLES)
     reference = batch.run(watching=watching)
     scale = fitting_scale(casting.dtype, reference) if loss_scale is None else loss_scale
-    if casting is FLOAT32:
-        return diagnosed(reference, reference, chosen, scale)
-    try:
-        low = batch.run(casting, scale, watching)
-    except AmpxError:
-        raise
-    except Exception as error:  # of the framework, which does not refuse float32
-        return refused(in_one_line(error), reference, chosen, scale, batch.read_before_error)
-    unscaled = None
-    if scale != 1 and math.isfinite(low.replayed.loss) and not finite_gradients(low.replayed):
-        unscaled = batch.run(casting)
-    return diagnosed(low, reference, chosen, scale, unscaled)
+    low: Seen | Refusal = reference
+    if casting is not FLOAT32:
+        try:
+            low = batch.run(casting, scale, watching)
+        except AmpxError:
+            raise
+        except Exception as error:  # of the framework, which does not refuse float32
+            low = Refusal(in_one_line(error), batch.read_before_error)
+    return examined(low, reference, chosen, scale, lambda scale: batch.run(casting, scale))

@@ -13,7 +13,7 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import Seen, plain
-from .diagnose import SAMPLES, Diagnosis, diagnosed, first_failing, refused
+from .diagnose import SAMPLES, Diagnosis, Refusal, examined, first_failing
 from .operations import normalised
 from .probe import Reading, Replayed, Stats, Watching
 from .trial import DIFFERS, Outcome, Trial, run_trial
@@ -138,17 +138,16 @@ def _look(
             f"{program.name} raises after {reference.steps} steps in float32, too: {' in '.join(reference.raised)}; "
             f"accepted: a script that trains in float32. Mend that first: precision is innocent."
         )
-    if low.raised is not None and low.steps < step and not any(e.value.nonfinite for e in low.readings.get(step, ())):
-        message, line = low.raised
-        seen = low.readings.get(step, ())
-        diagnosis = refused(message, _seen(reference, step), dtype, low.scale_at(step), seen, line)
-        return diagnosis, _report(trial, first or low, low, diagnosis, what, notes, step)
-    unscaled = None
-    if math.isfinite(_loss(low, step)) and step in low.skipped and low.scale_at(step) != 1:
-        progress(f"{program.name}: step {step} again, with a loss scale of 1 …")
-        unscaled = _seen(_reach(replace(watched, settings=replace(watched.settings, loss_scale=1.0)), step, run), step)
-    diagnosis = diagnosed(_seen(low, step), _seen(reference, step), dtype, low.scale_at(step), unscaled)
-    notes += [*_off(settings, low), *(note for outcome in (low, reference) for note in outcome.notes)]
+
+    def again(scale: float) -> Seen:
+        progress(f"{program.name}: step {step} again, with a loss scale of {scale:g} …")
+        return _seen(_reach(replace(watched, settings=replace(watched.settings, loss_scale=scale)), step, run), step)
+
+    exact_step = _seen(reference, step)
+    low_step = exact_step if reference is low else _refusal(low, step) or _seen(low, step)
+    diagnosis = examined(low_step, exact_step, dtype, low.scale_at(step), again)
+    if not isinstance(low_step, Refusal):
+        notes += [*_off(settings, low), *(note for outcome in (low, reference) for note in outcome.notes)]
     report = _report(trial, first or low, low, diagnosis, what, notes, step)
     return (diagnosis if what or diagnosis.kind != "healthy" else None), report
 
@@ -175,9 +174,10 @@ def _reach(trial: Trial, step: int, run: Callable[[Trial], Outcome]) -> Outcome:
     if outcome.raised is not None and outcome.steps + 1 == step:
         return outcome
     if step not in outcome.readings:
+        raised = f": it raised {' in '.join(outcome.raised)}" if outcome.raised else ""
         raise TrialError(
-            f"{trial.program.name} made {outcome.steps} steps and did not come to step {step} on its own; accepted: a "
-            f"step that it makes, and a program whose steps are separate calls. Name another by --at."
+            f"{trial.program.name} made {outcome.steps} steps and did not come to step {step} on its own{raised}; "
+            f"accepted: a step that it makes, and a program whose steps are separate calls. Name another by --at."
         )
     if not outcome.readings[step]:
         raise TrialError(
@@ -198,18 +198,21 @@ def _loss(outcome: Outcome, step: int) -> float:
 
 
 def _seen(outcome: Outcome, step: int) -> Seen:
-    """Return a step of a script as a replay: it was skipped where its gradients are not finite."""
-    import numpy as np
-
-    readings = outcome.readings[step]
-    broken = step in outcome.skipped or any(
-        entry.value.nonfinite for entry in readings if entry.direction == "backward"
-    )
-    trained = _trained(outcome)
+    """Return a step of a script as a replay."""
+    readings, trained = outcome.readings[step], _trained(outcome)
     gradients = {name: entry.values for name, entry in trained.get(step, {}).items() if entry.values is not None}
-    gradients["whether the step was skipped"] = np.array([math.inf if broken else 0.0], np.float32)
     shapes = {name: entry.shape for sampled in trained.values() for name, entry in sampled.items()}
-    return Seen(Replayed(_loss(outcome, step), gradients, parameters_of(readings)), readings, shapes)
+    replayed = Replayed(_loss(outcome, step), gradients, parameters_of(readings))
+    return Seen(replayed, readings, shapes, step in outcome.skipped)
+
+
+def _refusal(outcome: Outcome, step: int) -> Refusal | None:
+    """Return what a step raised; None where it did not, or of values that were not finite."""
+    readings = outcome.readings.get(step, ())
+    if outcome.raised is None or outcome.steps >= step or any(entry.value.nonfinite for entry in readings):
+        return None
+    message, line = outcome.raised
+    return Refusal(message, readings, line)
 
 
 def _trained(outcome: Outcome) -> dict[int, dict[str, SampledGradient]]:

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from ampx.events import PrecisionLost, UpdateMetered
 from ampx.formats import FORMATS
-from ampx.protocol import METER_EVERY, METER_SAMPLES, ScaleGroup
+from ampx.protocol import ScaleGroup
+from ampx.rooms import METER_EVERY, METER_SAMPLES
 
 EVERY: Final = METER_EVERY
 SAMPLES: Final = METER_SAMPLES
@@ -108,7 +109,7 @@ def report(group: ScaleGroup, step: int, lost: float, flushed: float, headroom: 
     state = group.states[0]
     place = group.framework, group.index, 0, step
     numbers = state.scale, state.scale, state.consecutive_skips
-    if group.intervals:
+    if group.observer is not None:  # somebody logs
         group.send(UpdateMetered(*place, *numbers, lost, flushed, headroom))
     if lost >= LOST or flushed >= FLUSHED:
         group.send(PrecisionLost(*place, *numbers, lost, flushed))

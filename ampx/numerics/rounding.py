@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import numpy as np
 from ampx.backend import Array
 from ampx.formats import FORMATS
 
-from .probe import Direction, Stats, Watching
-from .watching import NUMBERS, Entry, Log, Reduced, sample_slices
+from .probe import Stats
+from .watching import NUMBERS, Tensors, sample_slices
 
 
 def round_to(values: Any, dtype: str) -> Array:
@@ -66,54 +67,35 @@ def sample(values: Any, samples: int) -> Array:
     return flat[sample_slices([flat.size], samples)[0]].astype(np.float32)
 
 
-class HostLog(Log):
-    """The `Watch` of a framework whose numbers NumPy reads on the host: what is noted is counted at once."""
+def host_tensors(
+    floating: Callable[[Any], Iterable[Any]], dtype: Callable[[Any], str], values: Callable[[Any], Any]
+) -> Tensors:
+    """Return the table of a framework whose numbers NumPy reads on the host.
 
-    def __init__(self, watching: Watching) -> None:
-        """Start empty."""
-        super().__init__(watching, list, list)
+    Args:
+        floating: Lists the floating tensors of a tree.
+        dtype: Returns the name of a tensor's dtype.
+        values: Returns the numbers of a tensor, in any shape.
+    """
+    return Tensors(
+        unseen=nullcontext,
+        floating=floating,
+        dtype=dtype,
+        held=lambda tensor: np.asarray(values(tensor), np.float32).reshape(-1),
+        size=np.size,
+        reduce=_numbers,
+        flat=lambda held: held,
+        sample=np.copy,
+        device=lambda tensor: None,
+        rows=list,
+        arrays=list,
+    )
 
-    def note(
-        self,
-        where: tuple[str, str],
-        operation: str,
-        direction: Direction,
-        dtype: str,
-        value: Any,
-        inputs: Iterable[Any] = (),
-        seconds: float | None = None,
-    ) -> None:
-        """Add a reading, if its module is watched; for the arguments see `ampx.Reading`.
 
-        Args:
-            where: Name and class of the module.
-            operation: "" for a module.
-            direction: Of the pass.
-            dtype: Of the value.
-            value: Numbers of any shape; likewise each of the inputs.
-            inputs: What the module or operation received.
-            seconds: How long the call took.
-        """
-        if not self.watching.watches(where[0]):
-            return
-        entry = self.add(*where, operation, direction, [np.size(value)])
-        entry.seconds = seconds
-        entry.inputs += map(self.reduced, inputs)
-        self.put(entry, 0, dtype, value)
-
-    def put(self, entry: Entry, place: int, dtype: str, values: Any) -> None:
-        """Count the numbers of the tensor at a place of a value, and keep what belongs to the value's sample."""
-        entry.dtype = entry.dtype or dtype
-        entry.value.append(self.reduced(values))
-        if entry.sampled:
-            flat = np.asarray(values, np.float32).reshape(-1)
-            entry.samples[place] = flat[entry.sampled[place]]
-
-    def reduced(self, values: Any) -> Reduced:
-        """Count the numbers of a tensor."""
-        stats = describe(values, self.watching.dtype)
-        numbers = {name: float(getattr(stats, name)) for name in NUMBERS}
-        numbers["smallest"] = numbers["smallest"] or math.inf
-        if stats.elements == stats.nonfinite:
-            numbers["lowest"] = math.inf
-        return stats.elements, list(numbers.values())
+def _numbers(values: Any, dtype: str) -> list[float]:
+    stats = describe(values, dtype)
+    numbers = {name: float(getattr(stats, name)) for name in NUMBERS}
+    numbers["smallest"] = numbers["smallest"] or math.inf
+    if stats.elements == stats.nonfinite:
+        numbers["lowest"] = math.inf
+    return list(numbers.values())

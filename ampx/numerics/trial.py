@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
+import pickle
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,8 @@ from ampx.run.page import by_optimizer
 from ampx.run.program import WRONG_OPTIONS, Program, misplaced
 from ampx.run.recorder import SAMPLED_STEPS
 
-from .probe import Reading, Stats, Watching
+from .compare import ModuleError, module_errors, unscaled
+from .probe import Reading, Watching
 
 _CHILD: Final = "ampx.numerics.child"
 # Exit codes of a child whose script `ampx run` refuses, or whose options it cannot honour.
@@ -83,23 +84,6 @@ class Trial:
     stop_at_fault: bool = False
     shares_compiled: bool = False
     may_raise: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Trial:
-        """Return what `to_json` was called on."""
-        return cls(
-            **{
-                **values,
-                "program": Program(**{**values["program"], "arguments": tuple(values["program"]["arguments"])}),
-                "settings": RunSettings(**values["settings"]),
-                "watching": Watching(**values["watching"]),
-                **{name: tuple(values[name]) for name in ("watched", "float32", "gradients")},
-            }
-        )
 
 
 @dataclass(frozen=True)
@@ -189,6 +173,10 @@ class Outcome:
             return float(moved[-1] if moved else optimizer["initial_scale"])
         return 1.0
 
+    def unscaled_readings(self, step: int) -> list[Reading]:
+        """Return what was read in a step, gradients divided by its loss scale."""
+        return unscaled(self.readings.get(step, ()), self.scale_at(step))
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types, without the readings."""
         return {
@@ -202,6 +190,11 @@ class Outcome:
             "peak_device": self.peak_device,
             "notes": list(self.notes),
         }
+
+
+def step_errors(reference: Outcome, low: Outcome, step: int, dtype: str) -> tuple[ModuleError, ...]:
+    """Compare what modules computed in a step with what they computed in float32."""
+    return module_errors(reference.unscaled_readings(step), low.unscaled_readings(step), dtype)
 
 
 # What a script does whose losses differ from run to run, whatever the precision.
@@ -226,59 +219,6 @@ def how_to_name(outcome: Outcome) -> str:
             "layers of equinox.nn, which have names"
         )
     return "Make the parts of the model modules of the framework"
-
-
-def write_outcome(target: Path, outcome: Outcome) -> None:
-    """Write what a child has seen, for `run_trial`."""
-    values = {name: value for name, value in vars(outcome).items() if name not in ("readings", "gradients")}
-    values["readings"] = {str(step): [_reading(entry) for entry in seen] for step, seen in outcome.readings.items()}
-    values["gradients"] = {
-        str(step): [[entry.name, list(map(int, entry.shape)), _listed(entry.values)] for entry in seen]
-        for step, seen in outcome.gradients.items()
-    }
-    target.write_text(json.dumps(values), encoding="utf-8")
-
-
-def _reading(reading: Reading) -> dict[str, Any]:
-    values = {name: value for name, value in vars(reading).items() if name not in ("value", "inputs", "sample")}
-    return {**values, "value": vars(reading.value), "inputs": vars(reading.inputs), "sample": _listed(reading.sample)}
-
-
-def _listed(sample: Any) -> list[float] | None:
-    return None if sample is None else [float(element) for element in sample]
-
-
-def _read_outcome(text: str) -> Outcome:
-    values = json.loads(text)
-    readings = {
-        int(step): tuple(
-            Reading(
-                **{
-                    **entry,
-                    "value": Stats(**entry["value"]),
-                    "inputs": Stats(**entry["inputs"]),
-                    "sample": _array(entry["sample"]),
-                }
-            )
-            for entry in seen
-        )
-        for step, seen in values.pop("readings").items()
-    }
-    values["gradients"] = {
-        int(step): tuple(SampledGradient(name, tuple(shape), _array(sample)) for name, shape, sample in seen)
-        for step, seen in values["gradients"].items()
-    }
-    values.update({name: tuple(values[name]) for name in ("losses", "losses_of", "times", "notes", "mistakes")})
-    values.update({name: None if values[name] is None else tuple(values[name]) for name in ("fault", "raised")})
-    return Outcome(**values, readings=readings)
-
-
-def _array(sample: Sequence[float] | None) -> Any:
-    if sample is None:
-        return None
-    import numpy
-
-    return numpy.asarray(sample, dtype=numpy.float32)
 
 
 @functools.cache
@@ -317,8 +257,8 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
             "times; accepted: a Python file, or -m and the name of a module. Write the script to a file."
         )
     with tempfile.TemporaryDirectory(prefix="ampx-trial-") as folder:
-        request, answer, noise = (Path(folder, name) for name in ("request.json", "answer.json", "output.txt"))
-        request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}), encoding="utf-8")
+        request, answer, noise = (Path(folder, name) for name in ("request", "answer", "output.txt"))
+        request.write_bytes(pickle.dumps((trial, answer)))
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         if trial.watched or trial.shares_compiled:
             environment[COMPILED] = _compiled().name
@@ -341,7 +281,7 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
                 + (f" {hint}" if done.returncode == WRONG_OPTIONS and (hint := misplaced(trial.program)) else "")
                 + (f" Its last words:\n{text[-2000:]}" if text else "")
             )
-        outcome = _read_outcome(answer.read_text(encoding="utf-8"))
+        outcome: Outcome = pickle.loads(answer.read_bytes())
     if outcome.steps == 0 and outcome.raised is None:
         notes = " ".join(outcome.run["notes"])
         raise TrialError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import glob
 import math
 import os
@@ -18,7 +19,7 @@ from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
-from .compare import Comparison, ModuleError, bound, check_tolerance, compared, relative_error
+from .compare import Comparison, ModuleError, bound, check_tolerance, compared, worst_errors
 from .operations import failing, family
 from .probe import Reading, Step, Watching
 from .timing import speed_in_words
@@ -120,7 +121,7 @@ class TunedPolicy:
             slow: The modules, with their seconds in low precision and in float32.
         """
         choices = [
-            Choice(_entry(name), f"{1e3 * low:.3g} ms in {self.dtype}, {1e3 * wide:.3g} ms in float32")
+            Choice(entry_of(name), f"{1e3 * low:.3g} ms in {self.dtype}, {1e3 * wide:.3g} ms in float32")
             for name, (low, wide) in slow.items()
         ]
         reason = f"{self.reasons['dtype']}; {speed_in_words(ratios)}"
@@ -309,113 +310,292 @@ def not_faster(policy: TunedPolicy, times: Mapping[str, Sequence[float]]) -> str
     return reason if speed <= 1 + ALIKE else f"{reason}, which is not beyond the spread; more repeats may decide"
 
 
-class _Tuning:
-    """The search: one batch, its values in float32, and what must agree with them."""
+# -- the search ------------------------------------------------------------------------------------
 
-    def __init__(self, batch: Batch, casting: Casting, tolerance: float | None, for_inference: bool) -> None:
-        self.batch, self.casting, self.for_inference = batch, casting, for_inference
-        self.watching = Watching(dtype=casting.dtype, samples=SAMPLES)
-        self.reference = batch.run(watching=self.watching)
-        self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
-        values = [entry for entry in self.reference.readings if not entry.operation and entry.direction == "forward"]
-        self.modules = tuple(dict.fromkeys(entry.module for entry in values))
-        self.output = values[-1].module if values else None
-        # Where no module has a name, each parameter stands for one: an output, and the gradient of it.
-        roundings = len(self.reference.readings) or 2 * len(self.reference.replayed.parameters)
-        explained = min(LARGEST_TOLERANCE, bound(casting.dtype, roundings))
-        self.tolerance = explained if tolerance is None else tolerance
 
-    def policy(self, **chosen: Any) -> TunedPolicy:
-        """Return a policy with fields that were chosen, and those of the search."""
+@dataclass(frozen=True)
+class Kept:
+    """What a run keeps in float32: modules with all inside them, and operations wherever they are."""
+
+    modules: frozenset[str] = frozenset()
+    operations: frozenset[str] = frozenset()
+
+
+NOTHING: Final = Kept()
+
+
+class Search(abc.ABC):
+    """The measurements of `searched`, of a batch or of a script.
+
+    Attributes:
+        framework: Name of the framework.
+        device: Name of the device.
+        dtype: The low precision.
+        tolerance: Relative tolerance of what is compared.
+        runs: How many runs were made.
+        for_inference: The output counts, and gradients do not.
+        modules: Names of all modules, in order of execution.
+        order: The same, the likeliest to be needed in float32 first.
+        output: The module whose output is the model's; None where none has a name.
+    """
+
+    framework: str
+    device: str
+    dtype: str
+    tolerance: float
+    runs: int = 0
+    order: Sequence[str] = ()
+
+    def __init__(self, for_inference: bool, readings: Iterable[Reading]) -> None:
+        """Take the names of modules from the first run in float32."""
+        outputs = [entry.module for entry in readings if not entry.operation and entry.direction == "forward"]
+        self.for_inference = for_inference
+        self.modules = tuple(dict.fromkeys(outputs))
+        self.output = outputs[-1] if outputs else None
+
+    @abc.abstractmethod
+    def passes(self, kept: Kept) -> bool:
+        """Return whether a run with this in float32 agrees with float32; False for what no run can keep."""
+
+    @abc.abstractmethod
+    def smallest_operations(self) -> frozenset[str] | None:
+        """Return a smallest set of operations that cures what no module does; None where there is none."""
+
+    @abc.abstractmethod
+    def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
+        """Return the operations that make what is not finite of what is finite, which may do instead of modules."""
+
+    @abc.abstractmethod
+    def found(self, kept: Kept) -> dict[str, Any]:
+        """Return `deny`, `allow` and `reasons` of the policy, with what was measured."""
+
+    @abc.abstractmethod
+    def hopeless(self, whole: bool) -> dict[str, Any]:
+        """Return the fields of the policy where nothing helps, or nothing less than the `whole` model in float32."""
+
+    @abc.abstractmethod
+    def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:
+        """Return the modules that lose time in low precision: see `slow_modules`."""
+
+    @abc.abstractmethod
+    def times(self, choices: Mapping[str, Kept | None], repeats: int) -> dict[str, list[float]]:
+        """Return the times of each choice in rounds, for `fastest`; None keeps all in float32."""
+
+    def policy(self, **fields: Any) -> TunedPolicy:
+        """Return a policy with these fields, and those of the search."""
         return TunedPolicy(
-            self.batch.backend.name,
-            self.batch.device.name,
+            self.framework,
+            self.device,
             modules=self.modules,
             tolerance=self.tolerance,
-            replays=self.batch.replays,
-            **chosen,
+            replays=self.runs,
+            **fields,
         )
 
-    def run(self, casting: Casting, watched: bool = False) -> Seen:
-        """Compute the batch, watched where its outputs are needed."""
-        if watched:
-            return self.batch.run(casting, self.scale, self.watching)
-        if self.for_inference and self.output is not None:
-            return self.batch.run(casting, self.scale, replace(self.watching, modules=(glob.escape(self.output),)))
-        return self.batch.run(casting, self.scale)
+
+def explained(dtype: str, roundings: int) -> float:
+    """Return the tolerance that rounding explains."""
+    return min(LARGEST_TOLERANCE, bound(dtype, roundings))
+
+
+def searched(search: Search, repeats: int) -> TunedPolicy:
+    """Find the smallest set that must stay in float32, and what gains nothing from low precision.
+
+    Args:
+        search: The measurements.
+        repeats: Rounds in which speed is measured; 0 measures none.
+    """
+    modules = minimal(search.order, lambda names: search.passes(Kept(names)))
+    whole = modules is not None and "" in modules  # which is float32, but for what stands outside of the model
+    kept = Kept(modules or frozenset())
+    if modules is None or whole:
+        operations = search.smallest_operations()
+        kept = Kept(operations=operations or frozenset())
+        if operations is None:
+            return search.policy(**search.hopeless(whole))
+    instead = search.failing_operations(kept.modules)
+    policy = search.policy(
+        dtype=search.dtype,
+        level="O1",
+        loss_scale="dynamic" if scaled(search.dtype) and not search.for_inference else 1.0,
+        **search.found(kept),
+        operations=instead if instead and search.passes(Kept(operations=frozenset(instead))) else (),
+    )
+    if repeats:
+        policy = _for_speed(search, policy, kept, repeats)
+    return replace(policy, replays=search.runs)
+
+
+def _for_speed(search: Search, policy: TunedPolicy, kept: Kept, repeats: int) -> TunedPolicy:
+    """Return a policy that is not slower than float32: without the modules that lose time, or without any casting."""
+    denied = {choice.entry for choice in policy.deny}
+    slow = {name: times for name, times in search.slow(kept, repeats).items() if entry_of(name) not in denied}
+    # The simplest in front: where nothing pays, nothing is cast.
+    choices: dict[str, Kept | None] = {FLOAT32.dtype: None, "safe": kept}
+    leaves = [name for name in search.modules if not any(inside(other, name) for other in search.modules)]
+    if slow and any(name not in slow and entry_of(name) not in denied for name in leaves):  # else nothing is cast
+        lean = Kept(kept.modules | slow.keys(), kept.operations)
+        if search.passes(lean):
+            choices["tuned"] = lean
+    times = search.times(choices, repeats)
+    choice = fastest(times)
+    if choice == FLOAT32.dtype:
+        return search.policy(**in_float32(not_faster(policy, times), speed=1.0))
+    ratios = [mine / other for mine, other in zip(times[FLOAT32.dtype], times[choice], strict=True)]
+    return policy.timed(ratios, slow if choice == "tuned" else {})
+
+
+def entry_of(name: str) -> str:
+    """Return the entry of `deny` for a module."""
+    return MODULE + glob.escape(name)
+
+
+# -- a batch in code -------------------------------------------------------------------------------
+
+
+class _BatchSearch(Search):
+    """One batch, computed again and again."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        casting: Casting,
+        tolerance: float | None,
+        for_inference: bool,
+        is_what_if: bool,
+        deny: Iterable[Any],
+        allow: Iterable[Any],
+    ) -> None:
+        self.batch, self.casting, self.is_what_if, self.lists = batch, casting, is_what_if, (deny, allow)
+        self.framework, self.device, self.dtype = batch.backend.name, batch.device.name, casting.dtype
+        self.watching = Watching(dtype=casting.dtype, samples=SAMPLES)
+        self.reference = self.run(FLOAT32, self.watching)
+        super().__init__(for_inference, self.reference.readings)
+        self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
+        # Where no module has a name, each parameter stands for one: an output, and the gradient of it.
+        roundings = len(self.reference.readings) or 2 * len(self.reference.replayed.parameters)
+        self.tolerance = explained(casting.dtype, roundings) if tolerance is None else tolerance
+        self.lowers = True  # something besides what fails is computed in the dtype
+
+    def run(self, casting: Casting, watching: Watching | None = None) -> Seen:
+        """Compute the batch, and count that."""
+        self.runs += 1
+        return self.batch.run(casting, 1.0 if casting is FLOAT32 else self.scale, watching)
+
+    def casting_of(self, kept: Kept) -> Casting:
+        """Return the casting with modules and operations in float32."""
+        plan, forced = self.casting.plan, {**self.casting.forced, **kept_in_float32(kept.modules, self.modules)}
+        if plan is not None and kept.operations:
+            deny = (*plan.deny, *sorted(kept.operations))
+            plan = self.batch.backend.check_plan(CastPlan(plan.device, plan.dtype, plan.level, plan.allow, deny))
+        return replace(self.casting, forced=forced, plan=plan)
 
     def compare(self, low: Seen) -> Comparison:
         """Compare a run with float32."""
-        return compared(
-            (self.reference.replayed, self.reference.readings),
-            (low.replayed, low.readings),
-            self.casting.dtype,
-            self.scale,
-            self.casting.simulated,
-        )
+        reference = self.reference.replayed, self.reference.readings
+        return compared(reference, (low.replayed, low.readings), self.dtype, self.scale, self.casting.simulated)
+
+    def begin(self) -> None:
+        """Compute the batch in the dtype, with nothing more in float32."""
+        self.first = self.run(self.casting, self.watching)
+        self.errors = self.compare(self.first).modules
+        self.order = by_error(self.modules, self.errors)
+
+    def passes(self, kept: Kept) -> bool:
+        if kept == NOTHING:
+            return self.agrees(self.first)
+        only = (glob.escape(self.output),) if self.for_inference and self.output is not None else None
+        try:
+            casting = self.casting_of(kept)
+        except UnsupportedOpError:
+            return False
+        return self.agrees(self.run(casting, None if only is None else replace(self.watching, modules=only)))
 
     def agrees(self, low: Seen) -> bool:
         """Return whether a run agrees with float32: loss and gradients, or for inference loss and output."""
+        comparison = self.compare(low if self.for_inference else Seen(low.replayed))
         if not self.for_inference:
-            whole = compared((self.reference.replayed, ()), (low.replayed, ()), self.casting.dtype)
-            return whole.agrees(self.tolerance)
-        outputs = [entry for entry in self.compare(low).modules if entry.module == self.output]
-        loss = relative_error([low.replayed.loss], [self.reference.replayed.loss])
+            return comparison.agrees(self.tolerance)
+        outputs = [entry for entry in comparison.modules if entry.module == self.output]
         errors = [entry.error for entry in outputs if entry.direction == "forward"]
-        return max([loss, *errors]) <= self.tolerance
+        return max([comparison.loss_error, *errors]) <= self.tolerance
 
-    def keeping(self, names: Iterable[str]) -> Casting:
-        """Return the casting with modules in float32."""
-        return replace(self.casting, forced={**self.casting.forced, **kept_in_float32(names, self.modules)})
+    def read_operations(self, kept: Kept) -> tuple[Reading, ...]:
+        """Return what modules and operations compute in a run."""
+        return self.run(self.casting_of(kept), Watching(self.dtype, operations=True)).readings
 
-    def denying(self, operations: Iterable[str]) -> Casting:
-        """Return the casting with operations in float32."""
-        plan = self.casting.plan
-        if plan is None:
-            return self.casting
-        device, dtype, level = plan.device, plan.dtype, plan.level
-        entries = (*plan.deny, *operations)
-        return replace(
-            self.casting, plan=self.batch.backend.check_plan(CastPlan(device, dtype, level, plan.allow, entries))
-        )
+    @property
+    def takes_operations(self) -> bool:
+        """Whether operations can be denied."""
+        return self.casting.plan is not None and self.batch.backend.capabilities.op_lists
 
-    def lowers(self, casting: Casting) -> bool:
-        """Return whether anything is computed in the dtype of a casting."""
-        readings = self.batch.run(casting, self.scale, Watching(casting.dtype, operations=True)).readings
-        return any(entry.dtype == casting.dtype and family(entry.operation) != "cast" for entry in readings)
-
-    def failing_operations(self) -> tuple[str, ...]:
-        """Return the operations of the forward pass that make what is not finite of what is finite."""
-        if self.casting.plan is None:
-            return ()
-        return failing(self.batch.run(self.casting, self.scale, Watching(self.casting.dtype, operations=True)).readings)
-
-    def agrees_without(self, operations: Iterable[str]) -> bool:
-        """Return whether it is enough to keep operations in float32, wherever they are."""
-        if not self.batch.backend.capabilities.op_lists:
-            return False
+    def can_deny(self, operation: str) -> bool:
+        """Return whether a list may hold an operation."""
         try:
-            casting = self.denying(operations)
+            self.casting_of(Kept(operations=frozenset({operation})))
         except UnsupportedOpError:
             return False
-        return self.agrees(self.run(casting))
+        return True
 
-    def operations(self) -> list[str]:
-        """Return the operations that the batch runs and that can be denied, those that are not finite in front."""
-        if self.casting.plan is None or not self.batch.backend.capabilities.op_lists:
-            return []
-        seen = self.batch.run(self.casting, self.scale, Watching(dtype=self.casting.dtype, operations=True))
-        readings = sorted(
-            (entry for entry in seen.readings if entry.operation), key=lambda entry: -entry.value.nonfinite
-        )
-        names = []
-        for name in dict.fromkeys(entry.operation for entry in readings):
-            try:
-                self.denying([name])
-            except UnsupportedOpError:
-                continue
-            names.append(name)
-        return names
+    def smallest_operations(self) -> frozenset[str] | None:
+        if not self.takes_operations:
+            return None
+        read = sorted(self.read_operations(NOTHING), key=lambda entry: -entry.value.nonfinite)
+        names = filter(self.can_deny, dict.fromkeys(entry.operation for entry in read if entry.operation))
+        needed = minimal(list(names), lambda names: bool(names) and self.passes(Kept(operations=names)))
+        if needed is not None:
+            low = (entry for entry in self.read_operations(Kept(operations=needed)) if entry.dtype == self.dtype)
+            self.lowers = any(family(entry.operation) != "cast" for entry in low)
+        return needed if self.lowers else None
+
+    def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
+        return failing(self.read_operations(NOTHING)) if modules and self.takes_operations else ()
+
+    def found(self, kept: Kept) -> dict[str, Any]:
+        errors = (*worst_errors(self.errors, "backward"), *worst_errors(self.errors, "forward"))
+        worst = {entry.module: entry for entry in errors}
+        denied = [Choice(entry_of(name), self._reason(worst.get(name))) for name in self.order if name in kept.modules]
+        denied += [Choice(name, f"fails in {self.dtype}, outside of modules") for name in sorted(kept.operations)]
+        what, device = "output" if self.for_inference else "gradients", self.batch.device
+        refused = "" if self.dtype in device.native | device.emulated else f", where init refuses {self.dtype}"
+        simulated = f", simulated on {device.name}{refused}" if self.casting.simulated else ""
+        reasons = {
+            "dtype": f"loss and {what} agree with float32's within {self.tolerance:.2g}{simulated}",
+            "level": "casting by the framework's op lists; the parameters stay in float32",
+            "loss_scale": f"the largest scale whose gradients fit is at least {self.scale:g} on this batch"
+            if scaled(self.dtype)
+            else f"{self.dtype} has the exponents of float32",
+        }
+        asked, allowed = (tuple(Choice(str(entry), "asked for") for entry in entries) for entries in self.lists)
+        return {"deny": (*asked, *denied), "allow": allowed, "reasons": reasons}
+
+    def _reason(self, error: ModuleError | None) -> str:
+        if error is None:
+            return f"float32 is needed here for the loss to agree; {self.dtype} shows no error of its own"
+        if math.isinf(error.error):
+            return f"not finite in {self.dtype}"
+        return f"its output is off by {error.error:.2g} of its norm in {self.dtype}"
+
+    def hopeless(self, whole: bool) -> dict[str, Any]:
+        kind = "nothing less than the whole model" if whole or not self.lowers else "nothing that can be kept"
+        reason = f"{kind} in float32 brings the result within {self.tolerance:.2g} of float32's"
+        return in_float32(reason, agrees=not self.is_what_if)
+
+    def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:
+        rounds = 0 if self.batch.probe.watches_uncompiled else repeats
+        castings = [self.casting_of(kept), FLOAT32] * rounds
+        readings = [self.run(casting, Watching(times=True)).readings for casting in castings]
+        return slow_modules(readings[::2], readings[1::2])
+
+    def times(self, choices: Mapping[str, Kept | None], repeats: int) -> dict[str, list[float]]:
+        clocks = {
+            name: self.batch.clock(FLOAT32 if kept is None else self.casting_of(kept)) for name, kept in choices.items()
+        }
+        times = measured(clocks, repeats)
+        if is_undecided(times):  # on a busy machine; a step in code is cheap
+            more = measured(clocks, 3 * repeats)
+            times = {name: [*seconds, *more[name]] for name, seconds in times.items()}
+        return times
 
 
 def tune(
@@ -478,103 +658,15 @@ def tune(
             f"by what_if={casting.dtype!r} whether the model would survive in it.",
             PrecisionWarning,
         )
+    search = _BatchSearch(batch, casting, tolerance, for_inference, what_if is not None, deny, allow)
     if casting is FLOAT32:
-        return _Tuning(batch, casting, tolerance, for_inference).policy(**in_float32("float32 was asked for"))
-    tuning = _Tuning(batch, casting, tolerance, for_inference)
-    if not tuning.reference.finite:
-        reason = "float32 itself is not finite on this batch: ask ampx.diagnose"
-        return tuning.policy(**in_float32(reason, agrees=False))
-    fixed = [Choice(str(entry), "asked for") for entry in deny]
-    low = tuning.run(casting, watched=True)
-    comparison = tuning.compare(low)
-    order = by_error(tuning.modules, comparison.modules)
-    first = [tuning.agrees(low)]  # the search asks first what was just computed
-    kept = minimal(order, lambda names: first.pop() if first else tuning.agrees(tuning.run(tuning.keeping(names))))
-    whole = kept is not None and "" in kept  # which is float32, but for what stands outside of the model
-    if kept is not None and not whole:
-        safe = tuning.keeping(kept)
-        every = len(comparison.modules)
-        errors = [*comparison.worst("backward", every), *comparison.worst("forward", every)]
-        worst = {entry.module: entry for entry in errors}
-        denied = [Choice(_entry(name), _of_error(worst.get(name), casting.dtype)) for name in order if name in kept]
-        failing = tuning.failing_operations() if kept else ()
-        instead = failing if failing and tuning.agrees_without(failing) else ()
-    else:
-        operations = minimal(
-            tuning.operations(), lambda names: bool(names) and tuning.agrees(tuning.run(tuning.denying(names)))
+        return search.policy(**in_float32("float32 was asked for"))
+    if not search.reference.finite:
+        return search.policy(
+            **in_float32("float32 itself is not finite on this batch: ask ampx.diagnose", agrees=False)
         )
-        if operations is None or not tuning.lowers(tuning.denying(operations)):
-            whole = whole or operations is not None
-            kind = "nothing less than the whole model" if whole else "nothing that can be kept"
-            reason = f"{kind} in float32 brings the result within {tuning.tolerance:.2g} of float32's"
-            return tuning.policy(**in_float32(reason, agrees=what_if is None))
-        safe = tuning.denying(operations)
-        instead = ()
-        denied = [Choice(name, f"fails in {casting.dtype}, outside of modules") for name in sorted(operations)]
-    simulated = ""
-    if casting.simulated:
-        refused = "" if casting.dtype in computed else f", where init refuses {casting.dtype}"
-        simulated = f", simulated on {batch.device.name}{refused}"
-    policy = tuning.policy(
-        dtype=casting.dtype,
-        level="O1",
-        loss_scale="dynamic" if scaled(casting.dtype) and not for_inference else 1.0,
-        deny=(*fixed, *denied),
-        allow=tuple(Choice(str(entry), "asked for") for entry in allow),
-        reasons={
-            "dtype": f"loss and {'output' if for_inference else 'gradients'} agree with float32's within "
-            f"{tuning.tolerance:.2g}{simulated}",
-            "level": "casting by the framework's op lists; the parameters stay in float32",
-            "loss_scale": f"the largest scale whose gradients fit is at least {tuning.scale:g} on this batch"
-            if scaled(casting.dtype)
-            else f"{casting.dtype} has the exponents of float32",
-        },
-        operations=instead,
-    )
-    if repeats and not casting.simulated:
-        policy = _for_speed(tuning, policy, safe, repeats)
-    return replace(policy, replays=batch.replays)
-
-
-def _entry(name: str) -> str:
-    return MODULE + glob.escape(name)
-
-
-def _of_error(error: ModuleError | None, dtype: str) -> str:
-    if error is None:
-        return f"float32 is needed here for the loss to agree; {dtype} shows no error of its own"
-    if math.isinf(error.error):
-        return f"not finite in {dtype}"
-    return f"its output is off by {error.error:.2g} of its norm in {dtype}"
-
-
-def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int) -> TunedPolicy:
-    """Return a policy that is not slower than float32: without the modules that lose time, or without any casting."""
-    watching = Watching(times=True)
-    low: list[Sequence[Reading]] = []
-    wide: list[Sequence[Reading]] = []
-    for _ in range(0 if tuning.batch.probe.watches_uncompiled else repeats):
-        low.append(tuning.batch.run(safe, tuning.scale, watching).readings)
-        wide.append(tuning.batch.run(FLOAT32, 1.0, watching).readings)
-    denied = {choice.entry for choice in policy.deny}
-    slow = {name: times for name, times in slow_modules(low, wide).items() if _entry(name) not in denied}
-    # The simplest in front: where nothing pays, nothing is cast.
-    castings = {"float32": FLOAT32, "safe": safe}
-    leaves = [name for name in tuning.modules if not any(inside(other, name) for other in tuning.modules)]
-    if slow and any(name not in slow and _entry(name) not in denied for name in leaves):  # else nothing is left to cast
-        castings["tuned"] = replace(safe, forced={**safe.forced, **kept_in_float32(slow, tuning.modules)})
-        if not tuning.agrees(tuning.run(castings["tuned"])):
-            del castings["tuned"]
-    clocks = {name: tuning.batch.clock(casting) for name, casting in castings.items()}
-    times = measured(clocks, repeats)
-    if is_undecided(times):  # on a busy machine; a step in code is cheap
-        more = measured(clocks, 3 * repeats)
-        times = {name: [*seconds, *more[name]] for name, seconds in times.items()}
-    choice = fastest(times)
-    if choice == "float32":
-        return tuning.policy(**in_float32(not_faster(policy, times), speed=1.0))
-    ratios = [mine / other for mine, other in zip(times["float32"], times[choice], strict=True)]
-    return policy.timed(ratios, slow if choice == "tuned" else {})
+    search.begin()
+    return searched(search, 0 if casting.simulated else repeats)
 
 
 def measured(clocks: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

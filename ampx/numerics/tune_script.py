@@ -6,7 +6,7 @@ import glob
 import math
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,29 +22,30 @@ from ampx.run.command import check_writable
 from ampx.run.page import origin
 from ampx.run.program import Program
 
-from .batch import Seen, fitting_scale, scaled
-from .compare import ModuleError, bound, error_map, module_errors, relative_error, unscaled
+from .batch import FLOAT32, Seen, fitting_scale, scaled
+from .compare import error_map, module_errors, relative_error
 from .operations import failing
 from .probe import Reading, Replayed, Watching
 from .timing import busy
-from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, warm_up_of
+from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
 from .tune import (
-    LARGEST_TOLERANCE,
+    NOTHING,
     Choice,
+    Kept,
+    Search,
     TunedPolicy,
     by_error,
-    fastest,
+    explained,
     in_float32,
     inside,
     kept_in_float32,
     minimal,
-    not_faster,
+    searched,
     slow_modules,
 )
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
-_FLOAT32: Final = "float32"
 # No rounding explains a gradient that is off by more: its module computes something else. Small gradients have little
 # weight in the error of all together, and may be off by some percent where rounding moves a threshold such as ReLU's.
 _GROSS: Final = 0.25
@@ -87,25 +88,23 @@ def check_options(purpose: str, what_if: str | None, out: Path, force: bool = Fa
         raise UnsupportedDtypeError(f"--what-if: {error}") from error
 
 
-class _Search:
-    """The runs of a script, and what must agree with float32's."""
+class _ScriptSearch(Search):
+    """Runs of a script, each in a process of its own."""
 
     def __init__(
         self,
         trial: Trial,
         dtype: str,
-        tolerance: float | None,
         for_inference: bool,
         simulated: bool,
         times: bool,
         run: Callable[[Trial], Outcome],
         progress: Callable[[str], Any],
     ) -> None:
-        self.trial, self.dtype, self.for_inference, self.simulated = trial, dtype, for_inference, simulated
+        self.trial, self.dtype, self.simulated, self.scale = trial, dtype, simulated, 1.0
         self.run_trial, self.progress = run, progress
-        self.runs = 0
         self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES, times=times)
-        settings = replace(trial.settings, dtype=_FLOAT32, watched=True)
+        settings = replace(trial.settings, dtype=FLOAT32.dtype, watched=True)
         last = trial.steps or 1
         self.watched = tuple(sorted({1, (1 + last) // 2, last}))  # for the map; the first step decides
         self.reference = self.run(replace(trial, settings=settings, watched=self.watched, watching=self.watching))
@@ -117,22 +116,8 @@ class _Search:
             self.reference = replace(self.reference, readings={1: readings})
         if not readings:
             raise TrialError(_nothing_watched(trial, self.reference))
-        values = [entry for entry in readings if not entry.operation and entry.direction == "forward"]
-        self.modules = tuple(dict.fromkeys(entry.module for entry in values))
-        self.output = values[-1].module if values else ""
-        self.tolerance = tolerance
-        self.scale = 1.0
-
-    def policy(self, **chosen: Any) -> TunedPolicy:
-        """Return a policy with fields that were chosen, and those of the search."""
-        return TunedPolicy(
-            str(self.reference.run["framework"]),
-            str(self.reference.run["device"]),
-            modules=self.modules,
-            tolerance=self.tolerance or 0.0,
-            replays=self.runs,
-            **chosen,
-        )
+        super().__init__(for_inference, readings)
+        self.framework, self.device = (str(self.reference.run[name]) for name in ("framework", "device"))
 
     def run(self, trial: Trial) -> Outcome:
         """Run the script, and count that."""
@@ -151,66 +136,120 @@ class _Search:
         trial = replace(self.trial, settings=settings, steps=1, watched=(1,), watching=watching)
         return self.run(trial).readings.get(1, ())
 
-    def settle(self, dtype: str) -> None:
-        """Fix the dtype, and with it the loss scale and the tolerance."""
+    def begin(self, dtype: str, tolerance: float | None) -> None:
+        """Run in the dtype that was chosen; with it loss scale and tolerance are fixed."""
         readings = self.reference.readings[1]
         self.dtype = dtype
         if scaled(dtype):
             self.scale = fitting_scale(dtype, Seen(Replayed(0.0, {}, {}), readings))
-        if self.tolerance is None:
-            self.tolerance = min(LARGEST_TOLERANCE, bound(dtype, len(readings)))
+        self.tolerance = explained(dtype, len(readings)) if tolerance is None else tolerance
+        self.first = self.run(self.low(watched=self.watched, watching=self.watching))
+        self.errors = {step: step_errors(self.reference, self.first, step, dtype) for step in self.watched}
+        self.order = by_error(self.modules, self.errors[1])
+        self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
+        for step, errors in self.errors.items():
+            for entry in errors:
+                own = self.worst.setdefault(entry.module, {})
+                own[step] = max(entry.error, own.get(step, 0.0))
 
-    def low(self, names: Iterable[str] = (), operations: Iterable[str] = (), **options: Any) -> Trial:
+    def low(self, kept: Kept = NOTHING, **options: Any) -> Trial:
         """Return the run in the dtype, with modules and operations in float32."""
-        kept = kept_in_float32(names, self.modules)
-        settings = replace(self.trial.settings, watched=bool(options.get("watched")))
+        forced = kept_in_float32(kept.modules, self.modules)
+        settings = replace(self.trial.settings, watched=bool(options.get("watched")), loss_scale=self.scale)
         if self.simulated:
-            forced = {"*": self.dtype, **kept}
-            settings = replace(settings, dtype=_FLOAT32, loss_scale=self.scale)
-            return replace(self.trial, settings=settings, forced=forced, **options)
-        denied = tuple(f"{MODULE}{pattern}" for pattern in kept if pattern)
-        deny = (*settings.deny, *denied, *operations)
-        settings = replace(settings, dtype=self.dtype, deny=deny, loss_scale=self.scale)
+            settings = replace(settings, dtype=FLOAT32.dtype)
+            return replace(self.trial, settings=settings, forced={"*": self.dtype, **forced}, **options)
+        denied = (f"{MODULE}{pattern}" for pattern in forced if pattern)
+        settings = replace(settings, dtype=self.dtype, deny=(*settings.deny, *denied, *sorted(kept.operations)))
         return replace(self.trial, settings=settings, **options)
 
-    def passes(self, names: Iterable[str], operations: Iterable[str] = ()) -> bool:
-        """Run with modules and operations in float32, and return whether that agrees with float32."""
+    def passes(self, kept: Kept) -> bool:
+        if kept == NOTHING:
+            return self.agrees(self.first)
         only = (glob.escape(self.output),) if self.for_inference and self.output else ()
         watching = replace(self.watching, modules=only, times=False)
-        return self.agrees(self.run(self.low(names, operations, watched=(1,), watching=watching)))
+        try:
+            outcome = self.run(self.low(kept, watched=(1,), watching=watching))
+        except TrialError:  # an operation that no list may hold
+            if kept.modules:
+                raise
+            return False
+        return self.agrees(outcome)
 
-    def failing_operations(self) -> tuple[str, ...]:
-        """Return the operations that make something in the first step that is not finite, of what is finite."""
+    def _failing(self) -> tuple[str, ...]:
         watching = Watching(self.dtype, operations=True)
         return failing(self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ()))
 
-    def passes_without(self, operations: Collection[str]) -> bool:
-        """Return whether it is enough to keep operations in float32, wherever they are."""
-        if not operations:
-            return False
-        try:
-            return self.passes((), sorted(operations))
-        except TrialError:  # an operation that no list may hold
-            return False
+    def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
+        # That takes two runs: only where a module's values are not finite.
+        broken = any(math.isinf(error) for name in modules for error in self.worst.get(name, {}).values())
+        return self._failing() if broken and not self.simulated else ()
 
-    def operations(self) -> frozenset[str] | None:
-        """Return a smallest set of failing operations that cures what no module does; None where there is none."""
+    def smallest_operations(self) -> frozenset[str] | None:
         if self.simulated:
             return None
-        names = self.failing_operations()
-        alone = next((name for name in names if self.passes_without({name})), None)
-        return minimal(names, self.passes_without) if alone is None else frozenset({alone})
+        names = self._failing()
+        alone = next((name for name in names if self.passes(Kept(operations=frozenset({name})))), None)
+        if alone is not None:
+            return frozenset({alone})
+        return minimal(names, lambda names: bool(names) and self.passes(Kept(operations=names)))
 
-    def errors(self, outcome: Outcome) -> dict[int, tuple[ModuleError, ...]]:
-        """Return by watched step how far what modules computed is from float32's."""
-        return {
-            step: module_errors(
-                self.reference.readings.get(step, ()),
-                unscaled(outcome.readings.get(step, ()), outcome.scale_at(step)),
-                self.dtype,
-            )
-            for step in self.watched
+    def found(self, kept: Kept) -> dict[str, Any]:
+        patterns = filter(None, kept_in_float32(kept.modules, self.modules))
+        denied = [Choice(f"{MODULE}{pattern}", self._reason(pattern, kept.modules)) for pattern in patterns]
+        denied += [Choice(name, f"not finite in {self.dtype}, outside of modules") for name in sorted(kept.operations)]
+        what = f"losses of {self.trial.steps} steps {'agree' if self.unnamed else 'and the first gradients agree'}"
+        what = "the output agrees" if self.for_inference else what
+        reasons = {
+            "dtype": f"{what} with float32's within {self.tolerance:.2g}{', simulated' if self.simulated else ''}",
+            "loss_scale": f"gradients of the first step fit with {self.scale:g}"
+            if scaled(self.dtype)
+            else f"{self.dtype} has the exponents of float32",
         }
+        return {"deny": tuple(denied), "reasons": reasons}
+
+    def _reason(self, pattern: str, kept: Iterable[str]) -> str:
+        """Return a module's error in the first step that was watched, and in a later one where it is larger."""
+        name = next((name for name in kept if glob.escape(name) == pattern), None)
+        if name is None:
+            return "and all inside"
+        errors = self.worst.get(name, {})
+        broken = next((step for step, error in errors.items() if math.isinf(error)), None)
+        if broken is not None:
+            return f"not finite in {self.dtype} in step {broken}"
+        first = errors.get(1, 0.0)
+        last = max(errors, key=lambda step: errors[step], default=1)
+        later = f", {errors[last]:.2g} in step {last}" if last > 1 and errors[last] > 2 * first else ""
+        return f"relative error of {first:.2g} in {self.dtype} in step 1{later}"
+
+    def hopeless(self, whole: bool) -> dict[str, Any]:
+        what = "the output is" if self.for_inference else "losses are"
+        reason = f"in {self.dtype} {what} not within {self.tolerance:.2g} of float32's"
+        if self.unnamed:
+            why = _nothing_watched(self.trial, self.reference)
+            raise TrialError(f"{reason}, and no list of operations cures that: {why}")
+        which = "but with the whole model in float32" if whole else "whichever modules are kept in it"
+        return in_float32(f"{reason} {which}", agrees=False)
+
+    def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:
+        # In the first step much is made that later steps find ready.
+        low, wide = (
+            [readings for step, readings in outcome.readings.items() if step > 1]
+            for outcome in (self.first, self.reference)
+        )
+        return slow_modules(low, wide)
+
+    def times(self, choices: Mapping[str, Kept | None], repeats: int) -> dict[str, list[float]]:
+        block = max(1, ((self.trial.steps or 1) - self.trial.warm_up) // 5)
+        wide = replace(self.trial, settings=replace(self.trial.settings, dtype=FLOAT32.dtype), block=block)
+        trials = {name: wide if kept is None else self.low(kept, block=block) for name, kept in choices.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in trials}
+        for _ in range(repeats):
+            for name, trial in trials.items():
+                seconds[name].append(self.run(trial).seconds_a_step or math.nan)
+            if _is_clear(seconds):
+                break
+        return seconds
 
     def loss_error(self, outcome: Outcome) -> float:
         """Return how far losses are from float32's, relative to their norm."""
@@ -229,8 +268,8 @@ class _Search:
 
     def check_repeatable(self) -> None:
         """Raise unless a second run in float32 agrees with the first: else precision would be blamed for it."""
-        again = self.run(replace(self.trial, settings=replace(self.trial.settings, dtype=_FLOAT32)))
-        if any(loss is not None for loss in again.losses) and self.loss_error(again) > (self.tolerance or 0.0):
+        again = self.run(replace(self.trial, settings=replace(self.trial.settings, dtype=FLOAT32.dtype)))
+        if any(loss is not None for loss in again.losses) and self.loss_error(again) > self.tolerance:
             raise TrialError(not_repeatable(self.trial.program))
 
     def agrees(self, outcome: Outcome) -> bool:
@@ -239,7 +278,6 @@ class _Search:
         A loss may agree by chance, or because it does not move in so few steps. For inference only the output of the
         first step counts.
         """
-        assert self.tolerance is not None
         if self.for_inference:
             key = self.output, "forward"
             outputs, low = (
@@ -250,13 +288,11 @@ class _Search:
             return bool(errors) and max(errors) <= self.tolerance
         if outcome.skipped or self.loss_error(outcome) > self.tolerance:
             return False
-        exact = self.reference.readings[1]
-        seen = unscaled(outcome.readings.get(1, ()), outcome.scale_at(1))
         gross = max(self.tolerance, _GROSS)
-        for entry in module_errors(exact, seen, self.dtype):
+        for entry in step_errors(self.reference, outcome, 1, self.dtype):
             if math.isinf(entry.error) or (entry.direction == "backward" and entry.error > gross):
                 return False
-        samples, references = _gradients(seen), _gradients(exact)
+        samples, references = (_gradients(run.unscaled_readings(1)) for run in (outcome, self.reference))
         common = [key for key in references if key in samples and samples[key].shape == references[key].shape]
         if not common:
             return True
@@ -328,68 +364,22 @@ def tune_script(
     dtype, why = what_if or settings.dtype, "float32 was asked for"
     if what_if is None and dtype != "auto":
         dtype = normalise_dtype(dtype)
-    search = _Search(trial, dtype, tolerance, for_inference, what_if is not None, timed, run, progress)
+    search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress)
     if dtype == "auto":
         probe = run(replace(trial, steps=1))
         dtype, why = probe.dtype, probe.run["reason"]
-        if dtype == _FLOAT32 and probe.native:  # whether it pays is what tune measures
+        if dtype == FLOAT32.dtype and probe.native:  # whether it pays is what tune measures
             dtype = probe.native[0]
-    search.settle(dtype)
-    first = search.run(search.low(watched=search.watched, watching=search.watching))
-    errors = search.errors(first)
-    if search.dtype == _FLOAT32:
-        reason = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
-        policy = search.policy(**in_float32(reason))
-        return policy, _report(trial, search, policy, first, errors)
-    order = by_error(search.modules, errors[1])
-    if not search.agrees(first):
+    search.begin(dtype, tolerance)
+    if dtype == FLOAT32.dtype:
+        why = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
+        policy = search.policy(**in_float32(why))
+        return policy, _report(search, policy)
+    if not search.agrees(search.first):
         search.check_repeatable()
-    kept = minimal(order, lambda names: search.agrees(first) if not names else search.passes(names))
-    whole = kept is not None and "" in kept  # which is float32, but for what stands outside of the model
-    operations = search.operations() if kept is None or whole else frozenset[str]()
-    if operations is None:
-        which = "but with the whole model in float32" if whole else "whichever modules are kept in it"
-        what = "the output is" if for_inference else "losses are"
-        if search.unnamed:
-            raise TrialError(
-                f"in {search.dtype} {what} not within {search.tolerance:.2g} of float32's, and no list of operations "
-                f"cures that: {_nothing_watched(trial, search.reference)}"
-            )
-        reason = f"in {search.dtype} {what} not within {search.tolerance:.2g} of float32's {which}"
-        policy = search.policy(**in_float32(reason, agrees=False))
-        return policy, _report(trial, search, policy, first, errors)
-    kept = frozenset() if kept is None or whole else kept
-    worst = _worst(errors)
-    # Where a module's values are not finite, operations may do in its place: that takes two runs more.
-    broken = not search.simulated and any(math.isinf(error) for name in kept for error in worst.get(name, {}).values())
-    failing = search.failing_operations() if broken else ()
-    denied = [
-        Choice(f"{MODULE}{pattern}", _reason(pattern, kept, worst, search.dtype))
-        for pattern in kept_in_float32(kept, search.modules)
-        if pattern
-    ]
-    denied += [Choice(name, f"not finite in {search.dtype}, outside of modules") for name in sorted(operations)]
-    what = f"losses of {steps} steps {'agree' if search.unnamed else 'and the first gradients agree'}"
-    what = "the output agrees" if for_inference else what
-    policy = search.policy(
-        dtype=search.dtype,
-        level="O1",
-        loss_scale="dynamic" if scaled(search.dtype) and not for_inference else 1.0,
-        deny=tuple(denied),
-        reasons={
-            "dtype": f"{what} with float32's within {search.tolerance:.2g}"
-            + (", simulated" if search.simulated else ""),
-            "loss_scale": f"gradients of the first step fit with {search.scale:g}"
-            if scaled(search.dtype)
-            else f"{search.dtype} has the exponents of float32",
-        },
-        operations=failing if search.passes_without(failing) else (),
-    )
-    if timed:
-        policy = _for_speed(search, policy, first, kept, operations, repeats)
-    policy = replace(policy, replays=search.runs)
-    report = _report(trial, search, policy, first, errors)
-    report["notes"] += disturbance
+    policy = searched(search, repeats if timed else 0)
+    report = _report(search, policy)
+    report["notes"] += disturbance if policy.agrees else []
     if report["exclusions"]:
         pytorch = policy.framework == "torch"
         report["notes"].append(_for_tensorrt(policy, report["exclusions"]))
@@ -402,62 +392,6 @@ def tune_script(
     return policy, report
 
 
-def _worst(errors: Mapping[int, Sequence[ModuleError]]) -> dict[str, dict[int, float]]:
-    """Return by module and watched step the largest error of its outputs and their gradients."""
-    worst: dict[str, dict[int, float]] = {}
-    for step, entries in errors.items():
-        for entry in entries:
-            own = worst.setdefault(entry.module, {})
-            own[step] = max(entry.error, own.get(step, 0.0))
-    return worst
-
-
-def _reason(pattern: str, kept: Iterable[str], worst: Mapping[str, Mapping[int, float]], dtype: str) -> str:
-    """Return a module's error in the first step that was watched, and in a later one where it is larger."""
-    name = next((name for name in kept if glob.escape(name) == pattern), None)
-    if name is None:
-        return "and all inside"
-    errors = worst.get(name, {})
-    broken = next((step for step, error in errors.items() if math.isinf(error)), None)
-    if broken is not None:
-        return f"not finite in {dtype} in step {broken}"
-    first = errors.get(1, 0.0)
-    last = max(errors, key=lambda step: errors[step], default=1)
-    later = f", {errors[last]:.2g} in step {last}" if last > 1 and errors[last] > 2 * first else ""
-    return f"relative error of {first:.2g} in {dtype} in step 1{later}"
-
-
-def _for_speed(
-    search: _Search,
-    policy: TunedPolicy,
-    low: Outcome,
-    kept: frozenset[str],
-    operations: frozenset[str],
-    repeats: int,
-) -> TunedPolicy:
-    """Return a policy that is not slower than float32: without the modules that lose time, or without any casting."""
-    steps = search.trial.steps or 1
-    slow = {name: pair for name, pair in slow_modules(_runs(low), _runs(search.reference)).items() if name not in kept}
-    block = max(1, (steps - search.trial.warm_up) // 5)
-    # The simplest in front: where nothing pays, nothing is cast.
-    wide = replace(search.trial.settings, dtype=_FLOAT32)
-    choices = {_FLOAT32: replace(search.trial, settings=wide, block=block)}
-    choices["safe"] = search.low(kept, operations, block=block)
-    if slow and search.passes({*kept, *slow}, operations):
-        choices["tuned"] = search.low({*kept, *slow}, operations, block=block)
-    seconds: dict[str, list[float]] = {name: [] for name in choices}
-    for _ in range(repeats):
-        for name, trial in choices.items():
-            seconds[name].append(search.run(trial).seconds_a_step or math.nan)
-        if _is_clear(seconds):
-            break
-    choice = fastest(seconds)
-    if choice == _FLOAT32:
-        return search.policy(**in_float32(not_faster(policy, seconds), speed=1.0))
-    ratios = [mine / other for mine, other in zip(seconds[_FLOAT32], seconds[choice], strict=True)]
-    return policy.timed(ratios, slow if choice == "tuned" else {})
-
-
 def _is_clear(seconds: Mapping[str, Sequence[float]]) -> bool:
     """Return whether more rounds would decide nothing: in two and more, one is the fastest by far each time."""
     times = np.array(list(seconds.values()))
@@ -465,11 +399,6 @@ def _is_clear(seconds: Mapping[str, Sequence[float]]) -> bool:
         return False
     order = np.sort(times, axis=0)
     return len(set(times.argmin(axis=0))) == 1 and bool((order[1] > _CLEARLY * order[0]).all())
-
-
-def _runs(outcome: Outcome) -> list[tuple[Reading, ...]]:
-    """Return what was read in the watched steps; in the first, much is made that later steps find ready."""
-    return [readings for step, readings in outcome.readings.items() if step > 1]
 
 
 def exclusions(policy: TunedPolicy) -> tuple[dict[str, str], ...]:
@@ -527,18 +456,17 @@ def _counted(policy: TunedPolicy) -> str:
     return f"{shown} and {counted}" if policy.modules else counted
 
 
-def _report(
-    trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome, errors: Mapping[int, Sequence[ModuleError]]
-) -> dict[str, Any]:
+def _report(search: _ScriptSearch, policy: TunedPolicy) -> dict[str, Any]:
+    trial = search.trial
     file = policy.file
-    if policy.dtype == _FLOAT32:
+    if policy.dtype == FLOAT32.dtype:
         verdict = f"Stay in float32: {policy.reasons['dtype']}."
         if not policy.enabled:
             verdict += " Nothing is cast or scaled, so the policy switches ampx off (enabled = false); true would check"
             verdict += " the gradients of each step, and keep NaN out of the weights."
     else:
         verdict = f"{policy.dtype}, with {_counted(policy)} in float32: {policy.reasons['dtype']}."
-    runs = {_FLOAT32: search.reference.to_json(), search.dtype: first.to_json()}
+    runs = {FLOAT32.dtype: search.reference.to_json(), search.dtype: search.first.to_json()}
     return {
         "schema": SCHEMA,
         "script": trial.program.name,
@@ -550,7 +478,7 @@ def _report(
         "file": file.text(),
         "exclusions": list(exclusions(policy)) if search.for_inference else [],
         **{name: {dtype: run[name] for dtype, run in runs.items()} for name in ("losses", "losses_of")},
-        "map": error_map(errors),
+        "map": error_map(search.errors),
         "verdict": verdict,
         "notes": [*search.reference.notes, *([_SIMULATED] if search.simulated else [])],
         "origin": origin(search.reference.versions),

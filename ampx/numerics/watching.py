@@ -1,17 +1,23 @@
-"""What a region of `Probe.watch` notes: readings whose numbers are still on the device, and samples of values."""
+"""What a region of `Probe.watch` notes: readings whose numbers are still on the device, and samples of values.
+
+A backend says in a table what its `Tensors` are; `Watcher` reads what its modules and operations return.
+"""
 
 from __future__ import annotations
 
+import abc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ampx.backend import Array
 from ampx.formats import stride
+from ampx.modules import Names
 
 from .probe import Direction, Reading, Stats, Watching
 
@@ -91,25 +97,6 @@ class Log:
             self._entries.append(entry)
         return entry
 
-    def timed(
-        self, wait: Callable[[], Any], forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Any, float | None]:
-        """Return what the call of a module returns, and how long it took, where that was asked for.
-
-        Args:
-            wait: Waits for the device.
-            forward: Calls the module.
-            inputs: Its arguments.
-            options: Its keyword arguments.
-        """
-        if not self.watching.times:
-            return forward(*inputs, **options), None
-        wait()
-        begin = time.perf_counter()
-        output = forward(*inputs, **options)
-        wait()
-        return output, time.perf_counter() - begin
-
     def readings(self) -> list[Reading]:
         """Return what was seen so far. Sync: one a device."""
         entries = [entry for entry in self._entries if entry.dtype]
@@ -150,6 +137,194 @@ class GradientLog:
                 self._entry, self._places = self._add(), set()
             self._places.add(place)
             return self._entry
+
+
+# -- over the tensors of a framework -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a framework, as a watch reads them.
+
+    Attributes:
+        unseen: Returns a region for what a watch itself computes: no graph has it, and no watch reads it.
+        floating: Lists the floating tensors of a tree that hold values.
+        dtype: Returns the name of a tensor's dtype.
+        held: Returns what holds a tensor's elements: of a sparse one its values.
+        size: Returns how many elements that has.
+        reduce: Reduces it for a dtype that is watched to one vector, on its device.
+        flat: Returns its elements in one dimension.
+        sample: Returns a copy of some of them in float32.
+        device: Returns where a vector or a sample is.
+        rows: Brings the vectors of one device to the host: of each the numbers of `NUMBERS`.
+        arrays: Brings the samples of one device to the host.
+    """
+
+    unseen: Callable[[], AbstractContextManager[Any]]
+    floating: Callable[[Any], Iterable[Any]]
+    dtype: Callable[[Any], str]
+    held: Callable[[Any], Any]
+    size: Callable[[Any], int]
+    reduce: Callable[[Any, str], Any]
+    flat: Callable[[Any], Any]
+    sample: Callable[[Any], Any]
+    device: Callable[[Any], Hashable]
+    rows: Callable[[Sequence[Any]], Sequence[Sequence[float]]]
+    arrays: Callable[[Sequence[Any]], Sequence[Array]]
+
+    def sizes(self, tensors: Iterable[Any]) -> list[int]:
+        """Return how many elements tensors have."""
+        with self.unseen():
+            return [self.size(self.held(tensor)) for tensor in tensors]
+
+    def reduced(self, tensors: Iterable[Any], dtype: str) -> list[Reduced]:
+        """Reduce the tensors that have elements, on their devices."""
+        with self.unseen():
+            held = ((self.size(values), values) for values in map(self.held, tensors))
+            return [(elements, self.reduce(values, dtype)) for elements, values in held if elements]
+
+    def stats(self, tensors: Mapping[str, Any], dtype: str) -> dict[str, Stats]:
+        """Return the numbers of tensors by name. Sync: one a device."""
+        groups = [self.reduced(self.floating(tensor), dtype) for tensor in tensors.values()]
+        return dict(zip(tensors, read_stats(groups, self.read), strict=True))
+
+    def read(self, vectors: Sequence[Any]) -> Sequence[Sequence[float]]:
+        """Bring reduced tensors to the host. Sync: one a device."""
+        return self._by_device(vectors, self.rows)
+
+    def read_samples(self, samples: Sequence[Any]) -> Sequence[Array]:
+        """Bring samples to the host. Sync: one a device."""
+        return self._by_device(samples, self.arrays)
+
+    def _by_device(self, tensors: Sequence[Any], bring: Callable[[Sequence[Any]], Sequence[Any]]) -> list[Any]:
+        held: dict[Hashable, list[Any]] = {}
+        for tensor in tensors:
+            held.setdefault(self.device(tensor), []).append(tensor)
+        with self.unseen():
+            brought = {device: iter(bring(own)) for device, own in held.items()}
+        return [next(brought[self.device(tensor)]) for tensor in tensors]
+
+
+# Name and class of a module.
+Where: TypeAlias = tuple[str, str]
+
+
+class _Thread(threading.local):
+    """The modules that run in a thread, the innermost last."""
+
+    running: tuple[Where, ...] = ()
+
+
+class Watcher(abc.ABC):
+    """Reads what modules and operations return: an interceptor of the calls of modules, and what `watch` yields."""
+
+    def __init__(self, tensors: Tensors, watching: Watching, names: Names | None = None) -> None:
+        """Start empty; without names, a subclass calls `read` for the modules that it has names of."""
+        self.tensors, self.watching, self._names = tensors, watching, names
+        self.log = Log(watching, tensors.read, tensors.read_samples)
+        self._thread = _Thread()
+
+    def readings(self) -> list[Reading]:
+        """Return what was seen so far, in order of execution. Sync: one a device."""
+        return self.log.readings()
+
+    @abc.abstractmethod
+    def tapped(self, value: Any, where: Where) -> Any:
+        """Return a value whose gradients are read when they come: see `listeners`."""
+
+    def wait(self) -> None:
+        """Wait for the devices, of a framework that runs ahead of them."""
+
+    @property
+    def where(self) -> Where:
+        """The innermost module that runs in this thread; empty words outside of all."""
+        return self._thread.running[-1] if self._thread.running else ("", "")
+
+    def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a module, and read its output."""
+        name = None if self._names is None else self._names.of(module)
+        if name is None:
+            return forward(*inputs, **options)
+        running, where = self._thread.running, (name, type(module).__name__)
+        self._thread.running = (*running, where)
+        try:
+            return self.read(where, forward, inputs, options)
+        finally:
+            self._thread.running = running
+
+    def read(self, where: Where, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Read what a module returns, and have the gradient of it read when it comes."""
+        if not self.watching.watches(where[0]):
+            return forward(*inputs, **options)
+        received = self.reduced((inputs, options))  # before the module can change them in place
+        began = self._now()
+        output = forward(*inputs, **options)
+        seconds = self._now() - began
+        entry = self.note(where, "", "forward", output, received)
+        if entry is None:
+            return output
+        entry.seconds = seconds if self.watching.times else None
+        return self.tapped(output, where)
+
+    def _now(self) -> float:
+        """Return the time at which the devices are done, where calls are timed."""
+        if not self.watching.times:
+            return 0.0
+        self.wait()
+        return time.perf_counter()
+
+    def note(
+        self,
+        where: Where,
+        operation: str,
+        direction: Direction,
+        value: Any,
+        inputs: list[Reduced],
+        line: str = "",
+    ) -> Entry | None:
+        """Note what a module or operation returned of what it received; None where that has no floating tensors."""
+        tensors = list(self.tensors.floating(value))
+        if not tensors:
+            return None
+        entry = self.log.add(*where, operation, direction, self._sizes(tensors))
+        entry.inputs, entry.place = inputs, line
+        self._take(entry, tensors)
+        return entry
+
+    def listeners(
+        self, where: Where, tensors: Sequence[Any], operation: str = "", line: str = ""
+    ) -> list[Callable[[Any], None]]:
+        """Return what is called with the gradient of each tensor of a value; those of one pass are one reading."""
+        gradients = GradientLog(self.log, *where, operation, self._sizes(tensors))
+
+        def listener(place: int) -> Callable[[Any], None]:
+            def listen(gradient: Any) -> None:
+                entry = gradients.at(place)
+                entry.place = line
+                self._take(entry, [gradient], place)
+
+            return listen
+
+        return list(map(listener, range(len(tensors))))
+
+    def reduced(self, tree: Any) -> list[Reduced]:
+        """Reduce the floating tensors of a tree, on their devices."""
+        return self.tensors.reduced(self.tensors.floating(tree), self.watching.dtype)
+
+    def _sizes(self, tensors: Sequence[Any]) -> Sequence[int]:
+        return self.tensors.sizes(tensors) if self.watching.samples else ()
+
+    def _take(self, entry: Entry, tensors: Sequence[Any], first: int = 0) -> None:
+        """Reduce tensors of a value, and keep what belongs to its sample; the first has a place in the value."""
+        own = self.tensors
+        entry.dtype = entry.dtype or own.dtype(tensors[0])
+        entry.value += own.reduced(tensors, self.watching.dtype)
+        if entry.sampled:
+            with own.unseen():
+                for place, held in enumerate(map(own.held, tensors), first):
+                    sample = entry.chosen(place, own.flat(held), own.size(held))
+                    if sample is not None:
+                        entry.samples[place] = own.sample(sample)
 
 
 def read_stats(groups: Sequence[Sequence[Reduced]], read: Read) -> list[Stats]:

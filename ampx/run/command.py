@@ -14,9 +14,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from ampx.errors import InvalidOptionError, RunRefusedError
+from ampx.events import LOG_EVERY
 from ampx.rooms import parts_needed
 from ampx.run import children
 from ampx.run.ranks import process_rank
@@ -41,7 +42,7 @@ class RunRequest:
     report: Path | None = None  # where to write a report, or None
     unchanged_if_refused: bool = False  # run the script without ampx where it is refused
     log: tuple[str, ...] = ()  # where to write what steps report, as `ampx.log_to` takes it
-    log_every: int = 100  # every so many steps
+    log_every: int = LOG_EVERY  # every so many steps
 
 
 REFUSED = 3
@@ -86,10 +87,9 @@ def run_to_the_end(request: RunRequest) -> int:
     Sync: none of its own.
     """
     stderr = sys.stderr  # the script may replace it
-    if request.report is not None:  # or change the folder
-        request = replace(request, report=request.report.absolute())
     finished, own = Finished(), os.getpid()
     if request.report is not None:
+        request = replace(request, report=request.report.absolute())  # the script may change the folder
         finished.recorder.curve = LossCurve()
     with _logs(request, finished) as logs, _termination_handled(request, finished, logs):
         try:
@@ -101,15 +101,7 @@ def run_to_the_end(request: RunRequest) -> int:
         raise finished.misuse
     if finished.refusal:
         return _end_refused(request, finished)
-    error = finished.error
-    if isinstance(error, SystemExit):
-        if error.code is not None and not isinstance(error.code, int):  # a message, which Python would print last
-            stderr.write(f"{error.code}\n")
-            error = SystemExit(1)
-        elif error.code == WRONG_OPTIONS and (hint := misplaced(request.program)):
-            stderr.write(f"ampx run: {hint}\n")
-    elif error is not None:
-        sys.excepthook(type(error), error, error.__traceback__)
+    error = _print_error(finished.error, request.program, stderr)
     _flush(sys.stdout)
     code = 1 if error is not None else 0
     if os.getpid() == own:  # else a copy that the script made by os.fork
@@ -121,6 +113,19 @@ def run_to_the_end(request: RunRequest) -> int:
     if isinstance(error, KeyboardInterrupt):
         _end_interrupted()
     return code
+
+
+def _print_error(error: BaseException | None, program: Program, stderr: TextIO) -> BaseException | None:
+    """Print what ended a script as Python does, before the summary; return what is left to be raised."""
+    if isinstance(error, SystemExit):
+        if error.code is not None and not isinstance(error.code, int):  # a message, which Python would print last
+            stderr.write(f"{error.code}\n")
+            return SystemExit(1)
+        if error.code == WRONG_OPTIONS and (hint := misplaced(program)):
+            stderr.write(f"ampx run: {hint}\n")
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return error
 
 
 @contextmanager

@@ -207,12 +207,9 @@ def heat_map(
     numbers = [[value if isinstance(value, (int, float)) else math.nan for value in row] for row in values]
     order = sorted(range(len(rows)), key=lambda row: -max([0.0, *(n for n in numbers[row] if not math.isnan(n))]))
     shown = sorted(order[:MOST_ROWS])
-    low, high = 0.0, 1.0
-    if powers:  # two at least, so that less is no alarm; zeros are as light as the smallest number
-        exponents = [math.log10(n) for row in shown for n in numbers[row] if n > 0] or [0.0]
-        middle, half = (min(exponents) + max(exponents)) / 2, max(1.0, (max(exponents) - min(exponents)) / 2)
-        low, high = middle - half, middle + half
-    heights = [[math.log10(max(n, 10**low)) if powers else n for n in numbers[row]] for row in shown]
+    numbers = [numbers[row] for row in shown]
+    low, high = _exponents(numbers) if powers else (0.0, 1.0)
+    heights = [[math.log10(max(n, 10**low)) if powers else n for n in row] for row in numbers]
     figure, axes = new_figure(1.2 + 0.17 * max(5, len(shown)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that are all NaN
@@ -225,12 +222,11 @@ def heat_map(
             vmax=high,
         )
     if len(columns) <= _FEW_COLUMNS:
-        for place, row in enumerate(shown):
-            for column, number in enumerate(numbers[row]):
+        for place, row in enumerate(numbers):
+            for column, number in enumerate(row):
                 if not math.isnan(number):
-                    dark = heights[place][column] > (low + high) / 2
                     text = f"{number:.2g}" if powers else f"{number:.0%}"
-                    colour = "white" if dark else "black"
+                    colour = "white" if heights[place][column] > (low + high) / 2 else "black"
                     axes.text(column, place, text, color=colour, fontsize=6.5, ha="center", va="center")
     axes.set_yticks(range(len(shown)), [_plain_label(rows[row]) for row in shown], fontsize=7)
     axes.set_xticks(range(len(columns)), [str(column) for column in columns])
@@ -239,6 +235,14 @@ def heat_map(
     axes.set_title(title + (f" ({hidden} rows with smaller numbers are left out)" if hidden else ""), fontsize=9)
     figure.colorbar(image, ax=axes, label="power of ten" if powers else "share")
     return svg(figure)
+
+
+def _exponents(numbers: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the powers of ten of the lightest and the darkest colour; zeros are as light as the smallest number."""
+    exponents = [math.log10(n) for row in numbers for n in row if n > 0] or [0.0]
+    middle, half = (min(exponents) + max(exponents)) / 2, (max(exponents) - min(exponents)) / 2
+    half = max(1.0, half)  # two powers at least, so that less is no alarm
+    return middle - half, middle + half
 
 
 def _plain_label(name: str) -> str:

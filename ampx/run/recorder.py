@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ampx.events import Event, PrecisionLost, ScaleChanged, ScaleCollapsed, StepSkipped
-from ampx.protocol import METER_EVERY
+from ampx.rooms import METER_EVERY
 
 if TYPE_CHECKING:
     from ampx.backend import Array, Backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ampx.protocol import METER_EVERY
+from ampx.rooms import METER_EVERY
 from ampx.run.page import (
     ALARM,
     by_optimizer,
@@ -42,18 +42,22 @@ def summary_lines(report: dict[str, Any], failed: bool = False) -> Iterator[str]
     if size > 1:
         yield f"  {'process':<11} {rank} of {size}; the others tell by their exit codes and reports"
     yield from (f"  {line}" for line in _optimizers(report["optimizers"]))
-    if children:
-        yield f"  {'processes':<11} {len(children)} that the script started by multiprocessing trained:"
-        for child in children[:TOP]:
-            other = "" if headline(child) == headline(shown) else f" {headline(child)}"
-            yield f"  {'':<11} {child['process']}{other}"
-            yield from (f"  {'':<11}   {line}" for line in _optimizers(child["optimizers"]))
-        if len(children) > TOP:
-            yield f"  {'':<11} and {len(children) - TOP} more"
+    yield from _processes(children, shown)
     yield from _details(shown)
     notes = [*report["notes"], *(note for child in children for note in child["notes"])]
     for note in dict.fromkeys(notes):
         yield f"  {'note':<11} {note}"
+
+
+def _processes(children: Sequence[dict[str, Any]], shown: dict[str, Any]) -> Iterator[str]:
+    if children:
+        yield f"  {'processes':<11} {len(children)} that the script started by multiprocessing trained:"
+    for child in children[:TOP]:
+        other = "" if headline(child) == headline(shown) else f" {headline(child)}"
+        yield f"  {'':<11} {child['process']}{other}"
+        yield from (f"  {'':<11}   {line}" for line in _optimizers(child["optimizers"]))
+    if len(children) > TOP:
+        yield f"  {'':<11} and {len(children) - TOP} more"
 
 
 def headline(report: dict[str, Any]) -> str:

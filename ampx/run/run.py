@@ -16,8 +16,7 @@ from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
 from ampx.plugins import ProvideNames, default_registry
 from ampx.policy import PolicyFile, find_level
-from ampx.protocol import METER_EVERY
-from ampx.rooms import is_there
+from ampx.rooms import METER_EVERY, is_there
 from ampx.session import sessions
 
 from .recorder import Recorder

@@ -141,17 +141,13 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
                 regions.enter_context(offer(backend, Automation).automate(run))
                 if finished.recorder.observer is not None:
                     regions.enter_context(finished.recorder.observer.observing(run, backend))
-            except UnsupportedByBackendError:
-                if framework is not None:
+            except AmpxError as error:
+                if framework is not None or isinstance(error, (RunRefusedError, InvalidOptionError)):
                     raise
+                if not isinstance(error, UnsupportedByBackendError):
+                    run.refuse(f"the script imports {name}, which cannot be automated: {error}".rstrip("."))
                 finished.runs.remove(run)
                 finished.recorder.notes.append(f"The script imports {name}, which `ampx run` cannot automate.")
-            except (RunRefusedError, InvalidOptionError):
-                raise
-            except AmpxError as error:
-                if framework is not None:
-                    raise
-                run.refuse(f"the script imports {name}, which cannot be automated: {error}".rstrip("."))
 
         watch = ImportWatch(
             {root: name for name, registration in registrations.items() for root in registration.roots},

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ampx.backend import MODULE, Array, Backend, is_module
-from ampx.errors import ConversionError, UnsupportedDtypeError, UnsupportedOpError, shown
+from ampx.errors import ConversionError, InvalidOptionError, UnsupportedDtypeError, UnsupportedOpError, shown
 from ampx.formats import FORMATS
 from ampx.modules import some_names, unmatched
 
@@ -31,7 +31,7 @@ def check_computed(backend: Backend, device: str, dtype: str) -> None:
 
 
 def denied_names(deny: Sequence[Any], names: Iterable[str]) -> frozenset[str]:
-    """Return the names that entries `"module:pattern"` match.
+    """Return the names that entries `"module:pattern"` match, and those of all modules inside.
 
     Args:
         deny: The entries, of this form only.
@@ -56,7 +56,7 @@ def denied_names(deny: Sequence[Any], names: Iterable[str]) -> frozenset[str]:
                 f"modules, which are {some}. Correct it."
             )
         denied |= {name for name in every if fnmatchcase(name, pattern)}
-    return frozenset(denied)
+    return frozenset(name for name in every if any(name == outer or name.startswith(f"{outer}.") for outer in denied))
 
 
 def leaves_first(names: Sequence[str]) -> tuple[str, ...]:
@@ -86,11 +86,39 @@ def check_fits(dtype: str, largest: Mapping[str, float]) -> None:
         )
 
 
+def largest(values: Array) -> float:
+    """Return the largest finite magnitude, for `check_fits`; 0.0 where there is none."""
+    import numpy as np
+
+    magnitudes = np.abs(values)
+    return float(magnitudes[np.isfinite(magnitudes)].max(initial=0.0))
+
+
+def check_float32(low: Sequence[str]) -> None:
+    """Raise for a model that has weights in low precision already, which are passed by their names."""
+    if low:
+        raise InvalidOptionError(
+            f"convert got a model with weights in low precision ({', '.join(low[:5])}), of which nothing can be told "
+            f"about float32; accepted: float32 weights. Load its checkpoint into such a model, and convert that."
+        )
+
+
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the named arguments that a batch stands for."""
     if isinstance(batch, dict):
         return (), dict(batch)
     return (batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)), {}
+
+
+def positional(batch: Any, kind: type, accepted: str) -> tuple[Any, ...]:
+    """Return the arguments that a batch stands for, where a framework takes them by position and all are of a kind."""
+    args, kwargs = arguments(batch)
+    if kwargs or not all(isinstance(value, kind) for value in args):
+        raise InvalidOptionError(
+            f"convert got a batch of {', '.join(type(value).__name__ for value in (*args, *kwargs.values()))}; "
+            f"accepted: {accepted} by position. Pass one, or a tuple of them."
+        )
+    return args
 
 
 def named_outputs(outputs: Any, array: Callable[[Any], Array | None]) -> dict[str, Array]:

@@ -66,10 +66,10 @@ class KitTests:
         """Wrap an optimizer over two parameters."""
         return self.plain(momentum).wrap(amp, **options)
 
-    def group(self, amp: Amp) -> tuple[Bench, Bench]:
+    def group(self, amp: Amp, **options: Any) -> tuple[Bench, Bench]:
         """Wrap two optimizers as one list."""
         a, b = self.plain(), self.plain()
-        first, second = amp.wrap_optimizer([a.raw, b.raw])
+        first, second = amp.wrap_optimizer([a.raw, b.raw], **options)
         return a.join(amp, first), b.join(amp, second)
 
     def plain(self, momentum: bool = False) -> Bench:

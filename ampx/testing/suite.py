@@ -46,6 +46,7 @@ class BackendSuite(
     casting.RegionTests,
     lifecycle.SessionTests,
     lifecycle.CapabilityTests,
+    lifecycle.LevelTests,
     numerics.NumericsTests,
     verbs.VerbTests,
 ):

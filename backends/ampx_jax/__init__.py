@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ampx
 
 if TYPE_CHECKING:
-    from .masters import float32_parameters as float32_parameters
+    from .handle import float32_parameters as float32_parameters
     from .transform import autocast as autocast
 
 
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
         return autocast
     if name == "float32_parameters":
-        from .masters import float32_parameters
+        from .handle import float32_parameters
 
         return float32_parameters
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from ampx.backend import CastPlan, LossInfo, reject_unknown
 from ampx.protocol import Member
 
 from . import casting, devices, optimizer, prepare, rules
-from .state import StateHandle
+from .handle import StateHandle
 
 
 class JaxBackend(ampx.Backend):

@@ -49,6 +49,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
+def is_traced(tree: Any) -> bool:
+    """Return whether there is an array in a tree whose value is not known yet."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
 def to_dtype(value: Any, dtype: Any) -> Any:
     """Return a value in a dtype; the same object where it has that."""
     return value if jnp.result_type(value) == dtype else jnp.asarray(value).astype(dtype)

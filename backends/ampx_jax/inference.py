@@ -52,8 +52,7 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     if conversion.dtype != "float32":
         stored = _stored(low, parameters, args, kwargs, conversion.dtype)
     converted = jax.tree_util.Partial(low, stored) if _is_module(model) else (low, stored)
-    inside = {name for name in names if any(name == entry or name.startswith(f"{entry}.") for entry in denied)}
-    return Converted(converted, leaves_first([name for name in names if name not in inside]))
+    return Converted(converted, leaves_first([name for name in names if name not in denied]))
 
 
 def infer(model: Any, batch: Any) -> Mapping[str, Array]:

@@ -264,7 +264,6 @@ def _named_scopes(mode: Mode, jaxpr: Any) -> tuple[_Bounds, _Bounds]:
 
 
 def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
-    name, avals = equation.primitive.name, equation_avals(equation)
     region = mode.region
     if region is not None and region.dtype == "float32":
         return _wide(mode, equation, values)
@@ -272,7 +271,7 @@ def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         mode = replace(mode, plan=replace(mode.low, dtype=region.dtype))  # type: ignore[arg-type]
     mode = _in_region(mode, equation)
     plan = mode.plan
-    if plan is not None and name in equations.CALLS:
+    if plan is not None and equation.primitive.name in equations.CALLS:
         label = equation.params.get("name") or _label(equation)
         if label in plan.full:
             plan = None
@@ -282,7 +281,12 @@ def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     recursion = _recursion(mode, equation)
     if recursion is not None:
         return recursion(_entered(mode, equation), equation, values)
-    params = equation.params
+    return _operation(plan, equation, values)
+
+
+def _operation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+    """Run an operation that holds no functions to be cast, by the list that it is on."""
+    name, params, avals = equation.primitive.name, equation.params, equation_avals(equation)
     if plan is None or any(not is_narrow(aval) and _is_wide(aval) for aval in avals):
         values = like(values, avals)
     elif name in plan.full:

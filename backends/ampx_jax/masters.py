@@ -16,9 +16,29 @@ import jax.numpy as jnp
 import ampx
 from ampx.backend import CastPlan
 
-from .casting import is_array
 from .prepare import lowered
-from .state import StateHandle
+from .state import AmpState, Transformation
+
+
+def mastered(tx: Transformation, plan: CastPlan | None) -> Transformation:
+    """Return a transformation of float32 copies at O2, which brings the parameters to them; owns `masters`."""
+
+    def init(params: Any) -> AmpState:
+        if plan is None or plan.level != "O2":
+            return tx.init(params)
+        copies = make(params, plan)
+        return tx.init(full(copies, params))._replace(masters=copies)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
+        before = state.masters
+        if before is None:
+            return tx.update(updates, state, params, **extra)
+        copies = followed(before, params)
+        updates, state = tx.update(updates, state._replace(masters=copies), params, **extra)
+        updates, copies = step(updates, before, copies, params, state.numbers.finite)
+        return updates, state._replace(masters=copies)
+
+    return Transformation(init, update)
 
 
 def make(params: Any, plan: CastPlan) -> Any:
@@ -66,7 +86,9 @@ def followed(masters: Any, params: Any) -> Any:
 
 
 def full(masters: Any, params: Any) -> Any:
-    """Return the parameters in float32, as the wrapped transformation sees them."""
+    """Return the parameters in float32, as the wrapped transformation sees them; without copies those themselves."""
+    if masters is None:
+        return params
     return jax.tree.map(lambda param, master: param if master is None else master, params, masters, is_leaf=_is_none)
 
 
@@ -109,25 +131,6 @@ def _difference(dtype: Any, param: Any, master: Any, update: Any) -> Any:
     total = jnp.where(jnp.isfinite(total), jnp.clip(total, -largest, largest), total)
     # Only additions from here on, which give the same wherever the compiler repeats them; adding -0.0 changes nothing.
     return jnp.where(total != param, total - param, -0.0)
-
-
-def float32_parameters(params: Any, opt_state: Any) -> Any:
-    """Return the parameters in float32, to save or to evaluate: the copies at O2, where there are some.
-
-    Args:
-        params: The parameters, as `prepare` returned them or `optax.apply_updates` since.
-        opt_state: The state of the wrapped optimizer, or what holds one; it is that of these parameters.
-
-    Returns:
-        A tree like the parameters. Those without a copy are cast to float32, those that are no low-precision array stay
-        as they are.
-
-    Raises:
-        NotWrappedError, UnsupportedByBackendError: The state holds no or several loss scales.
-    """
-    copies = StateHandle(opt_state, "float32_parameters").masters
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_array(leaf) and is_low(leaf) else leaf, params)
-    return wide if copies is None else full(copies, wide)
 
 
 def is_low(leaf: Any) -> bool:

@@ -6,16 +6,24 @@ Numbers are compared as bits: a compiler may leave out roundings between floats,
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ampx.backend import CastPlan
 from ampx.formats import FORMATS, stride
-from ampx.protocol import METER_SAMPLES
+from ampx.protocol import ScaleGroup
+from ampx.rooms import METER_SAMPLES
+
+from . import masters, varying
+from .casting import is_traced
+from .state import AmpState, Transformation
+from .taps import is_floating
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
@@ -24,51 +32,70 @@ _NUMBERS = 4  # of a parameter: moved, unchanged, flushed, and the bits of the l
 _INFINITE = 0x7F800000  # the bits of infinity; those of finite magnitudes are smaller
 
 
-def empty(parameters: int) -> Any:
-    """Return the array before the first reading: the step, the bits of the loss scale, and zeros for each parameter."""
-    return jnp.zeros(2 + _NUMBERS * parameters, jnp.int32)
+def metered(tx: Transformation, group: ScaleGroup, plan: CastPlan | None) -> Transformation:
+    """Return a transformation that counts, every so many steps, what it did to a sample of parameters; owns `meter`."""
+    # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be lost
+    # it is left out, unless it is asked for.
+    if group.meter_every < 1 or not (group.meter_asked or (plan is not None and plan.level == "O3")):
+        return tx
+
+    def init(params: Any) -> AmpState:
+        empty = jnp.zeros(2 + _NUMBERS * len(jax.tree.leaves(params)), jnp.int32)
+        return tx.init(params)._replace(meter=empty)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
+        gradients = updates
+        updates, state = tx.update(gradients, state, params, **extra)
+        if state.meter is None or params is None:
+            return updates, state
+        numbers = state.numbers
+
+        def look() -> Any:
+            rows: list[Sequence[Any]] = []
+            row = functools.partial(_row, numbers.step_scale, state.settings.compute)
+            before = masters.full(state.masters, params)
+            jax.tree.map(lambda *leaves: rows.append(row(*leaves)), params, before, updates, gradients)
+            if len(rows) != len(state.settings.parameters):
+                return state.meter
+            updated = sum(proposed for *_, proposed in rows)  # no elements where the step only gathers gradients
+            counts = [numbers.steps.astype(jnp.int32), _bits(numbers.step_scale)]
+            counts += [number for row in rows for number in row[:-1]]
+            return jnp.where(updated > 0, jnp.stack(counts), state.meter)
+
+        # What it looks at is in memory by now: in the branch that updates, XLA would fuse less in every step.
+        looks = numbers.finite & (numbers.steps % group.meter_every == 0)
+        counts = varying.switch(looks.astype(jnp.int32), [lambda: state.meter, look])
+        if is_traced(looks):
+            updates = jax.tree.map(functools.partial(_after_look, counts), updates)
+        return updates, state._replace(meter=counts)
+
+    return Transformation(init, update)
 
 
-class Leaf(NamedTuple):
-    """A parameter in a step.
+def _after_look(counts: Any, update: Any) -> Any:
+    """Return the update as it is, in a form that says to the compiler that the meter has looked.
 
-    Attributes:
-        param: The parameter.
-        before: What is updated: the parameter, or its float32 copy.
-        update: What the wrapped transformation would add to that.
-        gradient: Its true gradient.
-        add: Returns what `before` becomes, in float32, of float32 samples of the first three.
+    Nothing else orders the look before the addition that overwrites a parameter, and XLA would keep a copy of every
+    parameter in every step. A barrier it has dropped by then. The first number is a step, which is never negative.
     """
-
-    param: Any
-    before: Any
-    update: Any
-    gradient: Any
-    add: Callable[[Any, Any, Any], Any]
+    if not is_floating(update) or not varying.follows(update, counts):
+        return update
+    return jnp.where(counts[0] >= 0, update, jnp.asarray(-0.0, update.dtype))
 
 
-def look(numbers: Any, step: Any, scale: Any, compute: str, leaves: Sequence[Leaf | None]) -> Any:
-    """Return the array after a step that updates; as it is, where the step only gathers gradients.
+def _row(scale: Any, compute: str, param: Any, before: Any, update: Any, gradient: Any) -> Sequence[Any]:
+    """Return the numbers of a parameter, and for how many of the elements an update was proposed.
 
-    Args:
-        numbers: The array.
-        step: The step, counted from 1.
-        scale: The loss scale of the gradients.
-        compute: The compute dtype.
-        leaves: Every parameter; None where it has no gradient.
+    The update is of what stands at `before`: the parameter, or its float32 copy.
     """
-    rows = [_row(leaf, scale, compute) for leaf in leaves]
-    updated = sum(proposed for *_, proposed in rows)
-    scalars = [step.astype(jnp.int32), _bits(scale), *(number for row in rows for number in row[:-1])]
-    return jnp.where(updated > 0, jnp.stack(scalars), numbers)
-
-
-def _row(leaf: Leaf | None, scale: Any, compute: str) -> Sequence[Any]:
-    """Return the numbers of a parameter, and for how many of the elements an update was proposed."""
-    if leaf is None:
+    if not all(map(is_floating, (param, update, gradient))):
         return (jnp.int32(0),) * (_NUMBERS + 1)
-    param, before, update, gradient = map(_sampled, leaf[:4])
-    after = leaf.add(param, before, update)
+    dtype, has_copy = param.dtype, before.dtype != param.dtype
+    param, before, update, gradient = map(_sampled, (param, before, update, gradient))
+    if has_copy:
+        after = masters.after(dtype, param, before, update)
+    else:
+        after = (param + update).astype(dtype).astype(jnp.float32)  # as `optax.apply_updates` adds
     magnitude = _bits(gradient * scale) & 0x7FFFFFFF
     moved = (magnitude != 0) & (magnitude < _INFINITE)
     same = _bits(before) == _bits(after)
@@ -90,6 +117,7 @@ def _joined(left: Any, right: Any) -> Any:
 
 
 def _sampled(values: Any) -> Any:
+    values = varying.unsharded(values)
     return values.reshape(-1)[:: stride(values.size, METER_SAMPLES)].astype(jnp.float32)
 
 
@@ -98,13 +126,7 @@ def _bits(values: Any) -> Any:
 
 
 def reading(numbers: Any, compute: str, parameters: Sequence[tuple[str, int, str]]) -> Meter | None:
-    """Return what the array holds; None before the first reading.
-
-    Args:
-        numbers: The array, on the host.
-        compute: The compute dtype.
-        parameters: Of every parameter its name, elements and dtype.
-    """
+    """Return what the array holds, on the host; None before the first reading. `parameters` is that of `Settings`."""
     if not numbers[0]:
         return None
     from ampx.numerics.meter import Meter, ParameterMeter  # it may have been taken out; nothing is metered then

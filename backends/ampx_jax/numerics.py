@@ -35,8 +35,8 @@ from ampx.numerics.timing import timed
 from ampx.numerics.watching import Log, Reduced, read_stats, sample_slices
 
 from . import casting, equations, interpreter, rules, scopes, taps
+from .gradients import unscale
 from .interpreter import Mode
-from .optimizer import unscale
 from .state import path_name
 from .taps import SIMULATED, is_floating
 

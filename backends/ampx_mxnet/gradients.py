@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ampx.backend import Array
 from ampx.formats import stride
-from ampx.protocol import METER_SAMPLES, NotCopied
+from ampx.protocol import NotCopied
+from ampx.rooms import METER_SAMPLES
 
 from .compat import mx
 from .dtypes import name_of

@@ -6,12 +6,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ampx.backend import Array, Backend, is_module
 from ampx.errors import ConversionError, InvalidOptionError
+from ampx.shipping import layers as shipping
 from ampx.shipping.converter import Conversion, Converted, Converter
-from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from .calls import named
 from .compat import mx
@@ -26,7 +24,7 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     """
     parameters = _parameters(model)
     context = next(iter(parameters.values())).context if parameters else mx.current_context()
-    check_computed(backend, context.device_type, conversion.dtype)
+    shipping.check_computed(backend, context.device_type, conversion.dtype)
     if conversion.batch is None:
         raise InvalidOptionError(
             "convert got no batch, and has to trace the block to convert its graph; accepted: batches=[…] with one "
@@ -37,7 +35,7 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     symbol = _traced(model, inputs)
     stored = {name: parameters[name] for name in symbol.list_inputs() if name in parameters}
     blocks = dict(named(model))
-    denied = denied_names([entry for entry in conversion.deny if is_module(entry)], blocks)
+    denied = shipping.denied_names([entry for entry in conversion.deny if is_module(entry)], blocks)
     if conversion.dtype != "float32":
         operators = [entry for entry in conversion.deny if not is_module(entry)]
         auxiliary = set(symbol.list_auxiliary_states())
@@ -51,17 +49,17 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
             cast_parameters=True,
         )
         lowered = {name for name, value in {**arguments_, **states}.items() if value.dtype != stored[name].dtype}
-        check_fits(conversion.dtype, {name: _largest(stored[name]) for name in sorted(lowered)})
+        magnitudes = {name: shipping.largest(stored[name].asnumpy()) for name in sorted(lowered)}
+        shipping.check_fits(conversion.dtype, magnitudes)
         stored = {**arguments_, **states}
     target = "float32" if conversion.keep_io else conversion.dtype
     converted = _block(_cast(symbol, inputs, arrays, target), inputs, stored, context)
-    kept = {name for name in blocks if any(name == entry or name.startswith(f"{entry}.") for entry in denied)}
-    return Converted(converted, leaves_first([name for name in blocks if name not in kept]))
+    return Converted(converted, shipping.leaves_first([name for name in blocks if name not in denied]))
 
 
 def infer(model: Any, batch: Any) -> Mapping[str, Array]:
     """Call a converted block."""
-    return named_outputs(model(*_arrays(batch)), _array)
+    return shipping.named_outputs(model(*_arrays(batch)), _array)
 
 
 def _array(value: Any) -> Array | None:
@@ -72,13 +70,7 @@ def _array(value: Any) -> Array | None:
 
 
 def _arrays(batch: Any) -> tuple[Any, ...]:
-    args, kwargs = arguments(batch)
-    if kwargs or not all(isinstance(value, mx.nd.NDArray) for value in args):
-        raise InvalidOptionError(
-            f"convert got a batch of {', '.join(type(value).__name__ for value in (*args, *kwargs.values()))}; "
-            f"accepted: NDArrays, which blocks take by position. Pass one, or a tuple of them."
-        )
-    return args
+    return shipping.positional(batch, mx.nd.NDArray, "NDArrays, which blocks take")
 
 
 def _parameters(model: Any) -> dict[str, Any]:
@@ -116,11 +108,6 @@ def _nodes(symbol: Any, blocks: Sequence[Any]) -> list[str]:
     inputs = set(symbol.list_inputs())
     nodes = [name.rpartition("_output")[0] or name for name in symbol.get_internals().list_outputs()]
     return [name for name in dict.fromkeys(nodes) if name.startswith(prefixes) and name not in inputs]
-
-
-def _largest(value: Any) -> float:
-    values = np.abs(value.asnumpy())
-    return float(values[np.isfinite(values)].max(initial=0.0))
 
 
 def _cast(symbol: Any, inputs: Sequence[Any], arrays: Sequence[Any], dtype: str) -> Any:

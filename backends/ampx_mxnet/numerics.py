@@ -12,22 +12,23 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 
-from ampx.backend import Array, Backend, CastPlan, Device
+from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
-from ampx.errors import DetachedLossError, UnsupportedDtypeError
-from ampx.formats import FORMATS, Format
-from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names, last_match
-from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Step, Watch, Watching
+from ampx.errors import DetachedLossError
+from ampx.formats import FORMATS
+from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names
+from ampx.numerics.forcing import Forcer
+from ampx.numerics.probe import Probe, Reading, Replayed, Step, Watch, Watching
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
-from ampx.numerics.watching import Entry, GradientLog, Log, Reduced, read_stats
+from ampx.numerics.watching import Tensors, Watcher, Where
 from ampx.policy import Dtype
 from ampx.scaling import check_loss
 
@@ -108,14 +109,8 @@ def _tapped(tensor: Any, look: Callable[[Any], Any]) -> Any:
 
 
 class _Thread(threading.local):
-    """What the calling thread does.
+    """Whether the calling thread measures or rounds: what it calls is no operation of the model."""
 
-    Attributes:
-        blocks: Names and classes of the blocks that it runs.
-        quiet: It measures or rounds: what it calls is no operation of the model.
-    """
-
-    blocks: tuple[tuple[str, str], ...] = ()
     quiet = False
 
 
@@ -133,115 +128,51 @@ def _quiet() -> Iterator[None]:
         _thread.quiet = quiet
 
 
-@contextmanager
-def watch(model: Any | None, watching: Watching) -> Iterator[Watch]:
-    """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
-    names = Names(model, named)
-    names.check(watching.modules, "watch")
-    log = _Log(watching, _read, _arrays)
-    watcher = _Watcher(log, names)
-    with ExitStack() as stack:
-        stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher)))
-        if watching.operations:
-            stack.enter_context(_operations_watched(watcher))
-        yield log
+class _Watcher(Watcher):
+    """Reads what blocks and operations return."""
 
+    wait = staticmethod(mx.nd.waitall)
 
-class _Log(Log):
     def readings(self) -> list[Reading]:
-        """Return what was seen so far. Sync: one a device."""
         mx.nd.waitall()  # the backward pass runs in threads of MXNet
         return super().readings()
 
-
-class _Watcher:
-    """Reads what blocks and operations return."""
-
-    def __init__(self, log: Log, names: Names) -> None:
-        self.log = log
-        self._names = names
-        self._format = FORMATS[log.watching.dtype]
-
-    def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Read the output of a block, and have the gradient of it read when it comes."""
-        name = None if is_traced(inputs) else self._names.of(block)
-        if name is None:
+    def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if is_traced(inputs):
             return forward(*inputs, **options)
-        kind, watched = type(block).__name__, self.log.watching.watches(name)
-        # Before the block can change them in place.
-        received = self.reduce(inputs) if watched else []
-        blocks = _thread.blocks
-        _thread.blocks = (*blocks, (name, kind))
-        try:
-            output, seconds = self.log.timed(mx.nd.waitall, forward, inputs, options)
-        finally:
-            _thread.blocks = blocks
-        if not watched:
-            return output
-        entry = self._note(name, kind, "", "forward", output)
-        entry.inputs, entry.seconds = received, seconds
-        return self._shown(output, name, kind, "")
+        return super().call(module, forward, inputs, options)
 
-    def _shown(
-        self, value: Any, name: str, kind: str, operation: str, line: str = "", skipped: frozenset[int] = frozenset()
+    def tapped(
+        self, value: Any, where: Where, operation: str = "", line: str = "", written: frozenset[int] = frozenset()
     ) -> Any:
-        """Have the gradients of a value read when they come: as one value, in the place of the first."""
-        shown = [leaf for leaf in dtypes.floating(value) if leaf.size and id(leaf) not in skipped]
-        gradients = GradientLog(self.log, name, kind, operation, [leaf.size for leaf in shown])
-        places = iter(range(len(shown)))
+        def is_read(leaf: Any) -> bool:
+            return bool(leaf.size) and id(leaf) not in written
 
-        def behind(leaf: Any) -> Any:
-            if not leaf.size or id(leaf) in skipped:
-                return leaf
-            place = next(places)
-
-            def look(gradient: Any) -> None:
-                entry = gradients.at(place)
-                entry.place = line
-                self._take(entry, [gradient], place)
-
-            return _tapped(leaf, look)
-
+        tensors = list(filter(is_read, dtypes.floating(value)))
+        listeners = iter(self.listeners(where, tensors, operation, line))
         with _quiet():
-            return dtypes.each(value, behind)
+            return dtypes.each(value, lambda leaf: _tapped(leaf, next(listeners)) if is_read(leaf) else leaf)
 
     def operate(self, name: str, operation: Callable[..., Any], args: Any, options: Any) -> Any:
         """Read what an operation returns, and have read what its part of the backward pass returns."""
-        module, kind = _thread.blocks[-1] if _thread.blocks else ("", "")
-        if not self.log.watching.watches(module):
+        where = self.where
+        if not self.watching.watches(where[0]):
             return operation(*args, **options)
         read = {key: value for key, value in options.items() if key != "out"}  # it may have no shape yet
-        place, received = script_line(), self.reduce((args, read))
+        line, received = script_line(), self.reduced((args, read))
 
         written = {id(value) for key, value in options.items() if key in _WRITTEN}
         written |= {id(value) for value in args[3:5]} if name in _NORMS else set()
-        args, options = self._shown((args, options), module, kind, f"_backward_{name}", place, frozenset(written))
+        args, options = self.tapped((args, options), where, f"_backward_{name}", line, frozenset(written))
         output = operation(*args, **options)
-        entry = self._note(module, kind, name, "backward" if in_backward() else "forward", output)
-        entry.inputs, entry.place = received, place
+        self.note(where, name, "backward" if in_backward() else "forward", output, received, line)
         return output
 
-    def _note(self, module: str, kind: str, operation: str, direction: Direction, value: Any) -> Entry:
-        tensors = [tensor for tensor in dtypes.floating(value) if tensor.size]
-        entry = self.log.add(module, kind, operation, direction, [tensor.size for tensor in tensors])
-        self._take(entry, tensors)
-        return entry
 
-    def _take(self, entry: Entry, tensors: Sequence[Any], first: int = 0) -> None:
-        """Reduce tensors of a value, and keep what belongs to its sample; the first has a place in the value."""
-        entry.value += self.reduce(tensors)
-        for place, tensor in enumerate(tensors, first):
-            entry.dtype = entry.dtype or dtypes.name_of(tensor.dtype)
-            if entry.sampled:
-                with mx.autograd.pause(), _quiet():
-                    values = _values(tensor)
-                    sample = entry.chosen(place, values, values.size)
-                    if sample is not None:
-                        entry.samples[place] = sample.astype("float32")
-
-    def reduce(self, value: Any) -> list[Reduced]:
-        """Reduce the floating arrays of a value, on their device."""
-        return [_reduced(tensor, self._format) for tensor in dtypes.floating(value) if tensor.size]
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with mx.autograd.pause(), _quiet():
+        yield
 
 
 def _values(tensor: Any) -> Any:
@@ -253,47 +184,43 @@ def _values(tensor: Any) -> Any:
     return mx.nd.reshape(classic, shape=(-1,))
 
 
-def _reduced(tensor: Any, limits: Format) -> Reduced:
-    """Reduce an array to the numbers of `NUMBERS`, on its device."""
-    with mx.autograd.pause(), _quiet():
-        values = _values(tensor)
-        finite = mx.nd.contrib.isfinite(values)
-        magnitudes = mx.nd.where(finite, values.abs(), mx.nd.zeros_like(values))
-        none = mx.nd.full(values.shape, math.inf, ctx=values.context, dtype=values.dtype)
-        present = magnitudes > 0
-        numbers = (
-            _count(finite == 0),
-            _count(mx.nd.contrib.isnan(values)),
-            _count(finite * (present == 0)),
-            magnitudes.max(),
-            mx.nd.where(present, magnitudes, none).min(),
-            mx.nd.where(finite, values, none).min(),
-            _count(present * (magnitudes <= limits.flushes_to)),
-            _count(magnitudes >= limits.overflows_from),
-        )
-        return values.size, mx.nd.concat(*(number.astype("float64").reshape((1,)) for number in numbers), dim=0)
+def _reduced(values: Any, dtype: str) -> Any:
+    """Reduce elements to the numbers of `NUMBERS`, on their device."""
+    limits = FORMATS[dtype]
+    finite = mx.nd.contrib.isfinite(values)
+    magnitudes = mx.nd.where(finite, values.abs(), mx.nd.zeros_like(values))
+    none = mx.nd.full(values.shape, math.inf, ctx=values.context, dtype=values.dtype)
+    present = magnitudes > 0
+    numbers = (
+        _count(finite == 0),
+        _count(mx.nd.contrib.isnan(values)),
+        _count(finite * (present == 0)),
+        magnitudes.max(),
+        mx.nd.where(present, magnitudes, none).min(),
+        mx.nd.where(finite, values, none).min(),
+        _count(present * (magnitudes <= limits.flushes_to)),
+        _count(magnitudes >= limits.overflows_from),
+    )
+    return mx.nd.concat(*(number.astype("float64").reshape((1,)) for number in numbers), dim=0)
 
 
 def _count(mask: Any) -> Any:
     return mask.astype("float64").sum()  # a sum in float32 stops at 2**24
 
 
-def _read(vectors: Sequence[Any]) -> list[list[float]]:
-    """Bring reduced arrays to the host. Sync: one a device."""
-    contexts: dict[str, list[int]] = {}
-    for index, vector in enumerate(vectors):
-        contexts.setdefault(str(vector.context), []).append(index)
-    read: dict[int, list[float]] = {}
-    with mx.autograd.pause(), _quiet():
-        for indices in contexts.values():
-            stacked = mx.nd.concat(*(vectors[index] for index in indices), dim=0).asnumpy()
-            read.update(zip(indices, stacked.reshape(len(indices), -1).tolist(), strict=True))
-    return [read[index] for index in range(len(vectors))]
-
-
-def _arrays(samples: Sequence[Any]) -> list[Array]:
-    """Bring samples to the host."""
-    return [sample.asnumpy() for sample in samples]
+_TENSORS: Final = Tensors(
+    unseen=_unseen,
+    floating=lambda tree: (tensor for tensor in dtypes.floating(tree) if tensor.size),
+    dtype=lambda tensor: dtypes.name_of(tensor.dtype),
+    held=_values,
+    size=lambda values: values.size,
+    reduce=_reduced,
+    flat=lambda values: values,
+    sample=lambda values: values.astype("float32"),
+    device=lambda tensor: str(tensor.context),
+    rows=lambda vectors: mx.nd.concat(*vectors, dim=0).asnumpy().reshape(len(vectors), -1).tolist(),
+    arrays=lambda samples: [sample.asnumpy() for sample in samples],
+)
 
 
 @contextmanager
@@ -328,24 +255,6 @@ def _operation(watcher: _Watcher, native: Callable[..., Any]) -> Callable[..., A
 # -- force -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
-    """Compute blocks in dtypes of their own, or round as these would: see `Probe.force`."""
-    if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
-        raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
-    names = Names(model, named)
-    names.check(dtypes, "force")
-    force = _Force(names, dtypes)
-    with ExitStack() as stack:
-        before = switch.current()
-        for dtype in sorted(set(dtypes.values()) - SIMULATED - {"float32"}):
-            # Installed once, rather than in every call of a block; the thread casts as before, outside of the blocks.
-            stack.enter_context(casting.region(_plan(dtype), True))
-            stack.enter_context(switch.Region(before))
-        stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (GRADIENTS, _Rounding(force)), (FORCES, force)))
-        yield
-
-
 def _plan(dtype: str) -> CastPlan:
     """Return the plan by which a low dtype is computed: the session's, where it has that dtype."""
     session = casting.running_session()
@@ -353,30 +262,27 @@ def _plan(dtype: str) -> CastPlan:
     return plan if plan is not None and plan.dtype == dtype else CastPlan(_device.name, cast(Dtype, dtype))
 
 
-class _Force:
-    """Computes blocks in dtypes of their own."""
+class _Force(Forcer):
+    """Computes blocks in dtypes of their own; gradients of outputs are rounded by `_Rounding`."""
 
-    def __init__(self, names: Names, forced: Mapping[str, str]) -> None:
-        self._names = names
-        self._forced = dict(forced)
-
-    def dtype(self, block: Any) -> str | None:
-        """Return the dtype of a block; None where it has none of its own."""
-        name = self._names.of(block)
-        return None if name is None else last_match(name, self._forced)
-
-    def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Compute a block in its dtype; gradients of outputs are rounded by `_Rounding`."""
-        dtype = None if is_traced(inputs) else self.dtype(block)
-        if dtype is None:
+    def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if is_traced(inputs):
             return forward(*inputs, **options)
-        if dtype in SIMULATED:
-            output = forward(*_each_rounded(inputs, dtype), **options)
-            return _each_rounded(output, dtype)
+        return super().call(module, forward, inputs, options)
+
+    def rounds(self, dtype: str) -> bool:
+        return dtype in SIMULATED
+
+    def rounded(self, tree: Any, dtype: str, gradients: bool) -> Any:
+        with _quiet():
+            return dtypes.each(tree, lambda leaf: _Rounded(dtype)(leaf) if leaf.stype == "default" else leaf)
+
+    def computing(self, dtype: Any) -> AbstractContextManager[Any]:
+        return switch.Region(None) if dtype == "float32" else casting.region(_plan(dtype), True)
+
+    def cast(self, tree: Any, dtype: Any) -> Any:
         with switch.Region(None):
-            inputs = dtypes.cast(inputs, cast(Dtype, dtype))
-        with switch.Region(None) if dtype == "float32" else casting.region(_plan(dtype), True):
-            return forward(*inputs, **options)
+            return dtypes.cast(tree, dtype)
 
 
 class _Rounding:
@@ -412,11 +318,6 @@ class _Rounded(mx.autograd.Function):
             return _held(gradient)
 
 
-def _each_rounded(tree: Any, dtype: str) -> Any:
-    with _quiet():
-        return dtypes.each(tree, lambda leaf: _Rounded(dtype)(leaf) if leaf.stype == "default" else leaf)
-
-
 def rounded(tensor: Any, dtype: str) -> Any:
     """Round the elements of an array as a dtype would, to nearest even, and keep the array's own dtype."""
     with mx.autograd.pause(), _quiet():
@@ -426,53 +327,6 @@ def rounded(tensor: Any, dtype: str) -> Any:
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
-
-
-def replay(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-    """Compute a batch and its gradients, and leave everything but MXNet's random numbers as it was.
-
-    MXNet tells nobody where its random numbers are. Every replay draws the same ones, those of one seed; afterwards
-    others follow than without the replay, the same in every run of a seeded script. See `Probe.replay`.
-    """
-    trained = {
-        name: parameter
-        for name, parameter in model._collect_params_with_prefix().items()
-        if parameter.grad_req != "null"
-    }
-    limits = FORMATS["float16" if plan is None else plan.dtype]
-    with _restored(model):
-        loss = _computed(backend, model, step, plan, scale)
-        gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_fresh(parameter)}
-        value = float(dtypes.cast_tensor(loss, "float32").asnumpy().sum())  # a loss a sample: backward adds them up
-        initialized = {name: parameter for name, parameter in trained.items() if parameter._data is not None}
-    stats = read_stats([[_reduced(parameter.list_data()[0], limits)] for parameter in initialized.values()], _read)
-    return Replayed(value, gradients, dict(zip(initialized, stats, strict=True)))
-
-
-def clock(backend: Backend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `Probe.clock`.
-
-    Where something is cast, each step waits to see whether gradients are finite, as the trainer's will do.
-    """
-    trained = [entry for entry in model._collect_params_with_prefix().values() if entry.grad_req != "null"]
-    owner = SimpleNamespace(_params=list({id(parameter): parameter for parameter in trained}.values()))
-
-    def compute() -> None:
-        _computed(backend, model, step, plan, 1.0)
-        if plan is not None:
-            all_finite(collect(owner, True)).asscalar()
-
-    def seconds() -> float:
-        with _restored(model), ExitStack() as regions:
-            if plan is not None:
-                # To put in place what casts takes milliseconds, which no step of a training pays.
-                regions.enter_context(casting.region(plan, True))
-                regions.enter_context(switch.Region(None))
-            compute()
-            mx.nd.waitall()
-            return timed(compute, mx.nd.waitall)
-
-    return seconds
 
 
 def _computed(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
@@ -536,17 +390,77 @@ class MXNetProbe(Probe):
     """Looks into blocks of MXNet."""
 
     rounds_unseen: ClassVar[bool] = True
-    watch = staticmethod(watch)
-    force = staticmethod(force)
 
     def simulates(self, device: Device) -> frozenset[str]:
         return SIMULATED
 
+    @contextmanager
+    def watch(self, model: Any | None, watching: Watching) -> Iterator[Watch]:
+        """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
+        names = Names(model, named)
+        names.check(watching.modules, "watch")
+        watcher = _Watcher(_TENSORS, watching, names)
+        with ExitStack() as stack:
+            stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher)))
+            if watching.operations:
+                stack.enter_context(_operations_watched(watcher))
+            yield watcher
+
+    @contextmanager
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+        """Compute blocks in dtypes of their own, or round as these would: see `Probe.force`."""
+        force = _Force(Names(model, named), dtypes)
+        with ExitStack() as stack:
+            before = switch.current()
+            for dtype in sorted(set(dtypes.values()) - SIMULATED - {"float32"}):
+                # Installed once, not in every call of a block; outside of the blocks the thread casts as before.
+                stack.enter_context(casting.region(_plan(dtype), True))
+                stack.enter_context(switch.Region(before))
+            stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (GRADIENTS, _Rounding(force)), (FORCES, force)))
+            yield
+
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        return replay(self.backend, model, step, plan, scale)
+        """Compute a batch and its gradients, and leave everything but MXNet's random numbers as it was.
+
+        MXNet tells nobody where its random numbers are. Every replay draws the same ones, those of one seed; afterwards
+        others follow than without the replay, the same in every run of a seeded script. See `Probe.replay`.
+        """
+        trained = {
+            name: parameter
+            for name, parameter in model._collect_params_with_prefix().items()
+            if parameter.grad_req != "null"
+        }
+        with _restored(model):
+            loss = _computed(self.backend, model, step, plan, scale)
+            gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_fresh(parameter)}
+            value = float(dtypes.cast_tensor(loss, "float32").asnumpy().sum())  # a loss a sample: backward adds them up
+            initialized = {name: entry.list_data()[0] for name, entry in trained.items() if entry._data is not None}
+        return Replayed(value, gradients, _TENSORS.stats(initialized, "float16" if plan is None else plan.dtype))
 
     def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        return clock(self.backend, model, step, plan)
+        """Return what times a batch and its gradients: see `Probe.clock`.
+
+        Where something is cast, each step waits to see whether gradients are finite, as the trainer's will do.
+        """
+        trained = [entry for entry in model._collect_params_with_prefix().values() if entry.grad_req != "null"]
+        owner = SimpleNamespace(_params=list({id(parameter): parameter for parameter in trained}.values()))
+
+        def compute() -> None:
+            _computed(self.backend, model, step, plan, 1.0)
+            if plan is not None:
+                all_finite(collect(owner, True)).asscalar()
+
+        def seconds() -> float:
+            with _restored(model), ExitStack() as regions:
+                if plan is not None:
+                    # To put in place what casts takes milliseconds, which no step of a training pays.
+                    regions.enter_context(casting.region(plan, True))
+                    regions.enter_context(switch.Region(None))
+                compute()
+                mx.nd.waitall()
+                return timed(compute, mx.nd.waitall)
+
+        return seconds
 
     def seed(self, number: int) -> None:
         """Seed MXNet, whose random numbers are then the same in every run."""

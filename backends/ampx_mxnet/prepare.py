@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ampx.backend import CastPlan, map_leaves
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
-from ampx.modules import Names, inherited, last_match, module_dtypes
+from ampx.modules import Names, float32_modules, module_dtypes
 
 from . import casting, dtypes
 from .calls import named
@@ -104,14 +104,12 @@ def _parameters_to_lower(models: list[Any], plan: CastPlan) -> list[Any]:
     """List every parameter to cast once; one that is shared with a block that stays in float32 stays, too."""
     kept: set[int] = set()
     lowered: dict[int, Any] = {}
-    rules = module_dtypes(plan)
+    norms = _NORMS if plan.level == "O2" else ()
     for model in models:
-        for name, block in named(model):
+        wide = float32_modules(named(model), plan, norms)
+        for _, block in named(model):
             own = [parameter for parameter in block._reg_params.values() if _is_float32(parameter)]
-            dtype = inherited(name, lambda own: last_match(own, rules))
-            always = isinstance(block, _ALWAYS_FLOAT32)
-            norm = isinstance(block, _NORMS) and plan.level == "O2" and dtype != plan.dtype
-            if always or norm or dtype == "float32":
+            if isinstance(block, _ALWAYS_FLOAT32) or any(block is other for other in wide):
                 kept.update(map(id, own))
             else:
                 lowered.update((id(parameter), parameter) for parameter in own)

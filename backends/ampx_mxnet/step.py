@@ -15,8 +15,9 @@ from ampx.backend import GenericBackend, Unscaled
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Member, NotCopied, make_meter
+from ampx.protocol import Member, NotCopied
 from ampx.provenance import UNKNOWN, Plan, Provenance
+from ampx.rooms import make_meter
 from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
 

@@ -98,7 +98,7 @@ class ClosureOptimizer(AmpOptimizer):
         gradients, finite = self._check(unscaled)
         if all(finite.values()):
             self._clip(gradients)
-        self._forget_losses()
+        self._mixer.reset()
         return finite
 
 

@@ -12,7 +12,7 @@ import paddle
 from ampx.backend import Array
 from ampx.errors import UnsupportedByBackendError
 from ampx.formats import stride
-from ampx.protocol import METER_SAMPLES
+from ampx.rooms import METER_SAMPLES
 from ampx.scale_state import FLOAT32_MAX, FLOAT32_TINY
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def collect(optimizer: Any) -> list[paddle.Tensor]:
     return with_gradients(parameters(optimizer))
 
 
-def with_gradients(listed: list[paddle.Tensor]) -> list[paddle.Tensor]:
+def with_gradients(listed: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
     """List those of some parameters that have a gradient."""
     pairs = zip(listed, gradients_of(listed), strict=True)
     return [parameter for parameter, gradient in pairs if gradient is not None]
@@ -89,19 +89,19 @@ class Finding:
     """The result of a test of gradients: it stays on the device until asked for, and is read once."""
 
     def __init__(self, overflows: Sequence[paddle.Tensor], squares: paddle.Tensor | None = None) -> None:
-        """Put scalars together: true for what is not finite, and a sum of squares to be read along."""
+        """Put scalars together: True for what is not finite, and a sum of squares to be read along."""
         # The sum of squares that was read along, inf where float32 overflows; None where none was.
         self.squares: float | None = None
-        self._overflows = list(overflows)
+        self.overflows = list(overflows)
         self._squares = squares
         self._finite: bool | None = None
 
     def combine(self, squares: paddle.Tensor | None, before: Finding | bool = True) -> Finding:
         """Return what this and an earlier test of the same gradients found, with a sum of squares."""
-        earlier = before._overflows if isinstance(before, Finding) else []
+        earlier = before.overflows if isinstance(before, Finding) else []
         if squares is None and before is True:
             return self
-        both = Finding([*self._overflows, *earlier], squares)
+        both = Finding([*self.overflows, *earlier], squares)
         if before is False:
             both._finite = False
         return both
@@ -109,12 +109,12 @@ class Finding:
     def __bool__(self) -> bool:
         """Return whether all were finite. Sync: one, the first time."""
         if self._finite is None:
-            alone = self._squares is None and len(self._overflows) == 1
-            self._finite = not self._overflows[0].item() if alone else self._read()
+            alone = self._squares is None and len(self.overflows) == 1
+            self._finite = not self.overflows[0].item() if alone else self._read()
         return self._finite
 
     def _read(self) -> bool:
-        numbers = [overflow.astype("float32").reshape([1]) for overflow in self._overflows]
+        numbers = [overflow.astype("float32").reshape([1]) for overflow in self.overflows]
         if self._squares is not None:
             numbers.append(self._squares.reshape([1]))
         if not numbers:
@@ -123,6 +123,18 @@ class Finding:
         if self._squares is not None:
             self.squares = values.pop()
         return not any(values)
+
+
+@paddle.no_grad()
+def spoil(owners: Sequence[paddle.Tensor], finding: Finding) -> None:
+    """Make gradients NaN where the test of them and of others found an overflow.
+
+    Paddle's kernel leaves zeros of all that it was given then, which would pass the next test.
+    """
+    factor = paddle.where(paddle.concat(finding.overflows).any(), math.nan, 1.0)
+    for parameter in with_gradients(owners):
+        values = _values(parameter)
+        values.multiply_(factor.astype(values.dtype))
 
 
 def _unscale_dense(batch: list[paddle.Tensor], dtype: Any, scale: float) -> paddle.Tensor:
@@ -135,7 +147,9 @@ def _unscale_dense(batch: list[paddle.Tensor], dtype: Any, scale: float) -> padd
             )
         if dtype == paddle.float64:
             kind = "float64"
-    _, overflow = paddle._C_ops.check_finite_and_unscale_(batch, _scalar(scale, kind, str(place)))
+    # The name of a place takes long to make.
+    where = "cpu" if place.is_cpu_place() else str(place)
+    _, overflow = paddle._C_ops.check_finite_and_unscale_(batch, _scalar(scale, kind, where))
     return overflow
 
 
@@ -159,7 +173,7 @@ def _values(parameter: paddle.Tensor) -> Any:
 
 
 def _merged_values(owners: Sequence[paddle.Tensor]) -> list[Any]:
-    """Return the values of gradients, adding up rows that a sparse one holds several times: each is one true row."""
+    """Return the values of gradients, adding up rows that a sparse one holds several times: each is one row then."""
     for parameter in owners:
         gradient = gradient_of(parameter)
         if gradient.is_selected_rows():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -21,17 +22,23 @@ class StepGuard:
     skipped, its mark would make every plain step do nothing.
     """
 
-    def __init__(self, member: Member, are_scaled: Callable[[], bool]) -> None:
-        """Watch a member; `are_scaled` returns whether gradients are not true though nothing is pending."""
+    def __init__(self, member: Member, are_scaled: weakref.WeakMethod[Callable[[], bool]]) -> None:
+        """Watch a member.
+
+        Args:
+            member: The optimizer's place in the protocol.
+            are_scaled: Refers to what returns whether gradients are not unscaled though nothing is pending.
+        """
         self._member = member
         self._are_scaled = are_scaled
         self._stepping = threading.Lock()
 
-    def opened(self) -> AbstractContextManager[Any]:
-        """Return a region in which the wrapper itself steps.
+    def opened(self, optimizer: Any) -> AbstractContextManager[Any]:
+        """Return a region in which the wrapper itself steps a raw optimizer.
 
         A lock, though nobody waits for it: leaving it is not Python code, in which a signal could be handled.
         """
+        self.watch(optimizer)
         self._stepping = threading.Lock()
         return self._stepping
 
@@ -44,7 +51,8 @@ class StepGuard:
                 "the raw optimizer was stepped while gradients of scale_loss are pending; they would be applied scaled "
                 "or unchecked. Call step() on the object that ampx.wrap_optimizer returned."
             )
-        if self._are_scaled():
+        are_scaled = self._are_scaled()
+        if are_scaled is not None and are_scaled():
             raise RawStepError(
                 "the raw optimizer was stepped on gradients that a skipped step, an exception or a scaled loss of "
                 "other optimizers left; they would be applied scaled or unchecked. Call clear_grad() before the "
@@ -58,8 +66,7 @@ class StepGuard:
 
     def watch(self, optimizer: Any) -> None:
         """Take the mark's place on a raw optimizer, whatever stood there."""
-        if optimizer._get_auxiliary_var(MARK) is not self:
-            optimizer._set_auxiliary_var(MARK, self)
+        optimizer._set_auxiliary_var(MARK, self)
 
     @staticmethod
     def leave(optimizer: Any) -> None:

@@ -18,11 +18,12 @@ import paddle
 
 from ampx.backend import Array, Backend, map_leaves
 from ampx.errors import ConversionError, InvalidOptionError, UnsupportedDtypeError
+from ampx.shipping import layers as shipping
 from ampx.shipping.converter import Conversion, Converted, Converter
-from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from . import devices
 from .calls import named
+from .casting import LOW
 
 _NORMS: Final = tuple(
     getattr(paddle.nn, name)
@@ -50,21 +51,21 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
             "batches=[…] with one batch at least. Pass some of what the layer is called with."
         )
     layers = dict(named(model))
-    denied = denied_names(conversion.deny, layers)
+    denied = shipping.denied_names(conversion.deny, layers)
     copied = copy.deepcopy(model)
     copied.eval()
-    inside = {name for name in layers if any(name == entry or name.startswith(f"{entry}.") for entry in denied)}
     if conversion.dtype != "float32":
-        _lower(copied, inside, conversion)
+        _lower(copied, denied, conversion)
     for parameter in copied.parameters():
         parameter.stop_gradient = True
-    return Converted(_program(copied, conversion.batch), leaves_first([name for name in layers if name not in inside]))
+    names = [name for name in layers if name not in denied]
+    return Converted(_program(copied, conversion.batch), shipping.leaves_first(names))
 
 
 def infer(model: Any, batch: Any) -> Mapping[str, Array]:
     """Call an inference program."""
     with paddle.no_grad():
-        return named_outputs(model(*_arrays(batch)), _array)
+        return shipping.named_outputs(model(*_arrays(batch)), _array)
 
 
 def _array(value: Any) -> Array | None:
@@ -74,13 +75,7 @@ def _array(value: Any) -> Array | None:
 
 
 def _arrays(batch: Any) -> tuple[Any, ...]:
-    args, kwargs = arguments(batch)
-    if kwargs or not all(isinstance(value, paddle.Tensor) for value in args):
-        raise InvalidOptionError(
-            f"convert got a batch of {', '.join(type(value).__name__ for value in (*args, *kwargs.values()))}; "
-            f"accepted: tensors of Paddle, which inference programs take by position. Pass one, or a tuple of them."
-        )
-    return args
+    return shipping.positional(batch, paddle.Tensor, "tensors of Paddle, which inference programs take")
 
 
 def _check(model: Any) -> None:
@@ -89,17 +84,12 @@ def _check(model: Any) -> None:
             f"convert got {type(model).__name__}; accepted: a paddle.nn.Layer that is not wrapped. Pass the layer "
             f"itself; of paddle.Model, model.network; of paddle.DataParallel, model._layers."
         )
-    other = [name for name, value in model.state_dict().items() if value.dtype in (paddle.float16, paddle.bfloat16)]
-    if other:
-        raise InvalidOptionError(
-            f"convert got a layer with weights in low precision ({', '.join(other[:5])}), of which nothing can be told "
-            f"about float32; accepted: float32 weights. Load its checkpoint into such a layer, and convert that."
-        )
+    shipping.check_float32([name for name, value in model.state_dict().items() if value.dtype in LOW])
 
 
 def _check_computed(backend: Backend, dtype: str) -> None:
     if paddle.get_device() != "cpu":
-        check_computed(backend, paddle.get_device(), dtype)
+        shipping.check_computed(backend, paddle.get_device(), dtype)
         return
     computed = {"float32", *(["bfloat16"] if devices.programs_compute_bfloat16() else [])}
     if dtype not in computed:
@@ -114,7 +104,7 @@ def _own(layer: Any) -> list[Any]:
     return [value for table in (layer._parameters, layer._buffers) for value in table.values() if value is not None]
 
 
-def _lower(copied: Any, denied: set[str], conversion: Conversion) -> None:
+def _lower(copied: Any, denied: frozenset[str], conversion: Conversion) -> None:
     """Cast the weights of a copy, and what its layers receive."""
     kept = {name for name, layer in named(copied) if name in denied or isinstance(layer, _NORMS)}
     # A weight that such a layer shares with another is float32 for both.
@@ -136,16 +126,12 @@ def _lower(copied: Any, denied: set[str], conversion: Conversion) -> None:
         lowered |= {id(value): (name, value) for value in floats}
         if floats:
             layer.register_forward_pre_hook(_Received(conversion.dtype))
-    check_fits(conversion.dtype, {f"{name}: {value.name}": _largest(value) for name, value in lowered.values()})
+    magnitudes = {f"{name}: {value.name}": shipping.largest(value.numpy()) for name, value in lowered.values()}
+    shipping.check_fits(conversion.dtype, magnitudes)
     for _, value in lowered.values():
         low = value.astype(conversion.dtype)
         value.get_tensor()._share_data_with(low.get_tensor())
     copied.register_forward_post_hook(_Returned("float32" if conversion.keep_io else conversion.dtype))
-
-
-def _largest(value: Any) -> float:
-    values = np.abs(value.numpy())
-    return float(values[np.isfinite(values)].max(initial=0.0))
 
 
 class _Received:

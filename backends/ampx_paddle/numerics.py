@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final, cast
@@ -23,15 +23,15 @@ import numpy as np
 import paddle
 from paddle.autograd.backward_mode import backward  # `ampx run` patches the public name
 
-from ampx.backend import Array, Backend, CastPlan, Device
+from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
-from ampx.errors import UnsupportedDtypeError
-from ampx.formats import FORMATS, Format
-from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names, last_match
-from ampx.numerics.probe import Direction, Probe, Replayed, Step, Watch, Watching
+from ampx.formats import FORMATS
+from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names
+from ampx.numerics.forcing import Forcer
+from ampx.numerics.probe import Probe, Replayed, Step, Watch, Watching
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
-from ampx.numerics.watching import Entry, GradientLog, Log, Reduced, read_stats
+from ampx.numerics.watching import Tensors, Watcher, Where
 from ampx.policy import Dtype
 from ampx.scaling import check_loss
 
@@ -77,12 +77,10 @@ class _Thread(threading.local):
     """What the calling thread does.
 
     Attributes:
-        layers: Names and classes of the layers that it runs.
         quiet: It measures or rounds: what it calls is no operation of the model.
         backward: It runs a backward pass.
     """
 
-    layers: tuple[tuple[str, str], ...] = ()
     quiet = False
     backward = False
 
@@ -101,81 +99,39 @@ def _quiet() -> Iterator[None]:
         _thread.quiet = quiet
 
 
-@contextmanager
-def watch(backend: Backend, model: Any | None, watching: Watching) -> Iterator[Watch]:
-    """Read the outputs of layers and the gradients of these outputs: see `Probe.watch`."""
-    names = Names(model, named)
-    names.check(watching.modules, "watch")
-    log = Log(watching, _read, _arrays)
-    watcher = _Watcher(log, names)
-    with ExitStack() as stack:
-        stack.enter_context(_uncompiled(backend, "watch", model))
-        stack.enter_context(calls.around((WATCHERS, watcher)))
-        if watching.operations:
-            stack.enter_context(_operations_watched(watcher))
-        yield log
+def _wait() -> None:
+    if not paddle.get_device().startswith("cpu"):
+        paddle.device.synchronize()
 
 
-class _Watcher:
+class _Watcher(Watcher):
     """Reads what layers and operations return."""
 
-    def __init__(self, log: Log, names: Names) -> None:
-        self.log = log
-        self._names = names
-        self._format = FORMATS[log.watching.dtype]
+    wait = staticmethod(_wait)
 
-    def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Read the output of a layer, and have the gradient of it read when it comes."""
-        name = self._names.of(layer)
-        if name is None:
-            return forward(*inputs, **options)
-        kind, watched = type(layer).__name__, self.log.watching.watches(name)
-        # Before the layer can change them in place.
-        received = self.reduce((inputs, options)) if watched else []
-        layers = _thread.layers
-        _thread.layers = (*layers, (name, kind))
-        try:
-            output, seconds = self.log.timed(_wait, forward, inputs, options)
-        finally:
-            _thread.layers = layers
-        if watched:
-            entry = self._note(name, kind, "", "forward", output)
-            entry.inputs, entry.seconds = received, seconds
-            self._note_gradients(name, kind, output)
-        return output
-
-    def _note_gradients(self, name: str, kind: str, output: Any, operation: str = "") -> None:
-        tensors = [tensor for tensor in casting.floating(output) if not tensor.stop_gradient]
-        gradients = GradientLog(self.log, name, kind, operation and f"{operation}_grad", _sizes(tensors))
-        for place, tensor in enumerate(tensors):
-            tensor.register_hook(partial(self._note_gradient, gradients, place))
-
-    def _note_gradient(self, gradients: GradientLog, place: int, gradient: Any) -> Any:
-        if gradient._is_initialized():
-            self.take(gradients.at(place), [gradient], place)
-        return gradient  # Paddle forgets what hooks before made of it otherwise
+    def tapped(self, value: Any, where: Where, operation: str = "") -> Any:
+        tensors = [tensor for tensor in casting.floating(value) if not tensor.stop_gradient]
+        for tensor, listen in zip(tensors, self.listeners(where, tensors, operation), strict=True):
+            tensor.register_hook(partial(_heard, listen))
+        return value
 
     def operate(self, name: str, operation: Callable[..., Any], args: Any, options: Any) -> Any:
         """Read what an operation returns, and have read what its part of the backward pass returns."""
-        module, kind = _thread.layers[-1] if _thread.layers else ("", "")
-        if _thread.quiet or not self.log.watching.watches(module):
+        where = self.where
+        if _thread.quiet or not self.watching.watches(where[0]):
             return operation(*args, **options)
-        place, received = script_line(), self.reduce((args, options))
+        line, received = script_line(), self.reduced((args, options))
         output = operation(*args, **options)
-        entry = self._note(module, kind, name, "backward" if _thread.backward else "forward", output)
-        entry.inputs, entry.place = received, place
+        self.note(where, name, "backward" if _thread.backward else "forward", output, received, line)
 
         if any(isinstance(argument, (list, tuple)) and list(casting.floating(argument)) for argument in args):
             # Native defect: Paddle does not take back what a hook behind an operation on lists returns. The gradients
             # of its inputs are read when they are complete.
-            self._note_gradients(
-                module, kind, [tensor for tensor in casting.floating(args) if not tensor.is_leaf], name
-            )
+            self.tapped([tensor for tensor in casting.floating(args) if not tensor.is_leaf], where, f"{name}_grad")
             return output
 
         def note(returned: Any, arrived: Any) -> Any:
-            entry = self._note(module, kind, f"{name}_grad", "backward", returned)
-            entry.inputs, entry.place = self.reduce(arrived), place
+            self.note(where, f"{name}_grad", "backward", returned, self.reduced(arrived), line)
             return returned
 
         computed = (tensor for tensor in casting.floating(output) if not (tensor.stop_gradient or tensor.is_leaf))
@@ -184,41 +140,17 @@ class _Watcher:
             node._register_post_hook(note)
         return output
 
-    def _note(self, module: str, kind: str, operation: str, direction: Direction, value: Any) -> Entry:
-        tensors = [tensor for tensor in casting.floating(value) if tensor._is_initialized()]
-        entry = self.log.add(module, kind, operation, direction, _sizes(tensors))
-        self.take(entry, tensors)
-        return entry
 
-    def take(self, entry: Entry, tensors: Sequence[Any], first: int = 0) -> None:
-        """Reduce tensors of a value, and keep what belongs to its sample; the first has a place in the value."""
-        entry.value += self.reduce(tensors)
-        for place, tensor in enumerate(tensors, first):
-            entry.dtype = entry.dtype or _dtype(tensor)
-            if entry.sampled:
-                with paddle.no_grad(), _quiet():
-                    values = _values(tensor)
-                    sample = entry.chosen(place, values, int(values.size))
-                    if sample is not None:  # Paddle writes gradients over those that came before
-                        entry.samples[place] = sample.astype("float32").clone()
-
-    def reduce(self, value: Any) -> list[Reduced]:
-        """Reduce the floating tensors of a value, on their device."""
-        return [_reduced(tensor, self._format) for tensor in casting.floating(value) if tensor._is_initialized()]
+def _heard(listen: Callable[[Any], None], gradient: Any) -> Any:
+    if gradient._is_initialized():
+        listen(gradient)
+    return gradient  # Paddle forgets what hooks before made of it otherwise
 
 
-def _wait() -> None:
-    if not paddle.get_device().startswith("cpu"):
-        paddle.device.synchronize()
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).rpartition(".")[2]
-
-
-def _sizes(tensors: Sequence[Any]) -> list[int]:
+@contextmanager
+def _unseen() -> Iterator[None]:
     with paddle.no_grad(), _quiet():
-        return [int(_values(tensor).size) for tensor in tensors]
+        yield
 
 
 def _values(tensor: Any) -> Any:
@@ -227,47 +159,41 @@ def _values(tensor: Any) -> Any:
     return dense.reshape([-1])
 
 
-def _reduced(tensor: Any, limits: Format) -> Reduced:
-    """Reduce a tensor to the numbers of `NUMBERS`, on its device."""
-    with paddle.no_grad(), _quiet():
-        values = _values(tensor)
-        elements = int(values.size)
-        if not elements:
-            return 0, paddle.to_tensor([0.0, 0.0, 0.0, 0.0, math.inf, math.inf, 0.0, 0.0], "float64")
-        if values.dtype != paddle.float64:
-            values = values.astype("float32")
-        finite = paddle.isfinite(values)
-        magnitudes = paddle.where(finite, values.abs(), paddle.zeros_like(values))
-        none = paddle.full_like(values, math.inf)
-        present = magnitudes > 0
-        numbers = (
-            finite.logical_not().sum(),
-            paddle.isnan(values).sum(),
-            finite.logical_and(present.logical_not()).sum(),  # Paddle calls numbers equal that are not quite
-            magnitudes.max(),
-            paddle.where(present, magnitudes, none).min(),
-            paddle.where(finite, values, none).min(),
-            present.logical_and(magnitudes <= limits.flushes_to).sum(),
-            (magnitudes >= limits.overflows_from).sum(),
-        )
-        return elements, paddle.stack([number.astype("float64") for number in numbers])
+def _reduced(values: Any, dtype: str) -> Any:
+    """Reduce elements to the numbers of `NUMBERS`, on their device."""
+    limits = FORMATS[dtype]
+    if values.dtype != paddle.float64:
+        values = values.astype("float32")
+    finite = paddle.isfinite(values)
+    magnitudes = paddle.where(finite, values.abs(), paddle.zeros_like(values))
+    none = paddle.full_like(values, math.inf)
+    present = magnitudes > 0
+    numbers = (
+        finite.logical_not().sum(),
+        paddle.isnan(values).sum(),
+        finite.logical_and(present.logical_not()).sum(),  # Paddle calls numbers equal that are not quite
+        magnitudes.max(),
+        paddle.where(present, magnitudes, none).min(),
+        paddle.where(finite, values, none).min(),
+        present.logical_and(magnitudes <= limits.flushes_to).sum(),
+        (magnitudes >= limits.overflows_from).sum(),
+    )
+    return paddle.stack([number.astype("float64") for number in numbers])
 
 
-def _read(vectors: Sequence[Any]) -> list[list[float]]:
-    """Bring reduced tensors to the host. Sync: one a device."""
-    with paddle.no_grad(), _quiet():
-        places: dict[str, list[int]] = {}
-        for index, vector in enumerate(vectors):
-            places.setdefault(str(vector.place), []).append(index)
-        read: dict[int, list[float]] = {}
-        for indices in places.values():
-            read.update(zip(indices, paddle.stack([vectors[index] for index in indices]).tolist(), strict=True))
-    return [read[index] for index in range(len(vectors))]
-
-
-def _arrays(samples: Sequence[Any]) -> list[Array]:
-    """Bring samples to the host."""
-    return [sample.numpy() for sample in samples]
+_TENSORS: Final = Tensors(
+    unseen=_unseen,
+    floating=lambda tree: (tensor for tensor in casting.floating(tree) if tensor._is_initialized()),
+    dtype=lambda tensor: str(tensor.dtype).rpartition(".")[2],
+    held=_values,
+    size=lambda values: int(values.size),
+    reduce=_reduced,
+    flat=lambda values: values,
+    sample=lambda values: values.astype("float32").clone(),  # Paddle writes gradients over those that came before
+    device=lambda tensor: str(tensor.place),
+    rows=lambda vectors: paddle.stack(vectors).tolist(),
+    arrays=lambda samples: [sample.numpy() for sample in samples],
+)
 
 
 @contextmanager
@@ -336,52 +262,26 @@ def _in_backward(native: Callable[..., Any]) -> Callable[..., Any]:
 # -- force -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def force(backend: Backend, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
-    """Compute layers in dtypes of their own, or round as these would: see `Probe.force`."""
-    if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
-        raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
-    names = Names(model, named)
-    names.check(dtypes, "force")
-    force = _Force(names, dtypes)
-    with _uncompiled(backend, "force", model), calls.around((GRADIENTS, _Widening(force)), (FORCES, force)):
-        yield
-
-
 def computes(dtype: str) -> bool:
     """Return whether the present device computes in a low dtype."""
     return dtype not in SIMULATED and not paddle.get_device().startswith("cpu")
 
 
-class _Force:
+class _Force(Forcer):
     """Computes layers in dtypes of their own."""
 
-    def __init__(self, names: Names, dtypes: Mapping[str, str]) -> None:
-        self._names = names
-        self._dtypes = dict(dtypes)
+    def rounds(self, dtype: str) -> bool:
+        return dtype != "float32" and not computes(dtype)
 
-    def dtype(self, layer: Any) -> str | None:
-        """Return the dtype of a layer; None where it has none of its own."""
-        name = self._names.of(layer)
-        return None if name is None else last_match(name, self._dtypes)
+    def rounded(self, tree: Any, dtype: str, gradients: bool) -> Any:
+        with _quiet():
+            return casting.each(tree, lambda tensor: (_both_ways if gradients else _straight)(tensor, dtype))
 
-    def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Compute a layer in its dtype."""
-        dtype = self.dtype(layer)
-        if dtype is None:
-            return forward(*inputs, **options)
-        if dtype == "float32":
-            with casting.off():
-                return forward(*casting.cast(inputs, "float32"), **casting.cast(options, "float32"))
-        if computes(dtype):
-            low = cast(Dtype, dtype)
-            with casting.region(CastPlan(paddle.get_device(), low), True):
-                return forward(*casting.cast(inputs, low), **casting.cast(options, low))
-        with _quiet():
-            inputs, options = casting.each((inputs, options), lambda tensor: _straight(tensor, dtype))
-        output = forward(*inputs, **options)
-        with _quiet():
-            return casting.each(output, lambda tensor: _both_ways(tensor, dtype))
+    def computing(self, dtype: Any) -> AbstractContextManager[None]:
+        return casting.off() if dtype == "float32" else casting.region(CastPlan(paddle.get_device(), dtype), True)
+
+    def cast(self, tree: Any, dtype: Any) -> Any:
+        return casting.cast(tree, dtype)
 
 
 class _Widening:
@@ -451,42 +351,6 @@ def rounded(tensor: Any, dtype: str) -> Any:
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
-
-
-def replay(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-    """Compute a batch and its gradients, and leave everything as it was: see `Probe.replay`."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.stop_gradient]
-    limits = FORMATS["float16" if plan is None else plan.dtype]
-    with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
-        loss = _computed(backend, model, step, plan, scale)
-        gradients = {name: _true(parameter, scale) for name, parameter in trained if _is_there(parameter)}
-        value = float(loss.astype("float32"))
-    stats = read_stats([[_reduced(parameter, limits)] for _, parameter in trained], _read)
-    return Replayed(value, gradients, {name: stat for (name, _), stat in zip(trained, stats, strict=True)})
-
-
-def clock(backend: Backend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `Probe.clock`.
-
-    Where something is cast, each step waits to see whether gradients are finite, as the optimizer's will do.
-    """
-    trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
-
-    def compute() -> None:
-        for parameter in trained:
-            if _is_there(parameter):
-                parameter.clear_gradient(False)
-        _computed(backend, model, step, plan, 1.0)
-        if plan is not None and computes(plan.dtype):
-            bool(unscale([parameter for parameter in trained if _is_there(parameter)], 1.0))
-
-    def seconds() -> float:
-        with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
-            compute()
-            _wait()
-            return timed(compute, _wait)
-
-    return seconds
 
 
 def _computed(backend: Backend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
@@ -574,17 +438,57 @@ class PaddleProbe(Probe):
         eager_cpu = device.name == "cpu" and paddle.in_dynamic_mode() and paddle.get_device() == "cpu"
         return _ROUNDED if eager_cpu else SIMULATED
 
-    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
-        return watch(self.backend, model, watching)
+    @contextmanager
+    def watch(self, model: Any | None, watching: Watching) -> Iterator[Watch]:
+        """Read the outputs of layers and the gradients of these outputs: see `Probe.watch`."""
+        names = Names(model, named)
+        names.check(watching.modules, "watch")
+        watcher = _Watcher(_TENSORS, watching, names)
+        with ExitStack() as stack:
+            stack.enter_context(_uncompiled(self.backend, "watch", model))
+            stack.enter_context(calls.around((WATCHERS, watcher)))
+            if watching.operations:
+                stack.enter_context(_operations_watched(watcher))
+            yield watcher
 
-    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[None]:
-        return force(self.backend, model, dtypes)
+    @contextmanager
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+        """Compute layers in dtypes of their own, or round as these would: see `Probe.force`."""
+        force = _Force(Names(model, named), dtypes)
+        with _uncompiled(self.backend, "force", model), calls.around((GRADIENTS, _Widening(force)), (FORCES, force)):
+            yield
 
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        return replay(self.backend, model, step, plan, scale)
+        """Compute a batch and its gradients, and leave everything as it was: see `Probe.replay`."""
+        trained = {name: parameter for name, parameter in model.named_parameters() if not parameter.stop_gradient}
+        with _uncompiled(self.backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
+            loss = _computed(self.backend, model, step, plan, scale)
+            gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_there(parameter)}
+            value = float(loss.astype("float32"))
+        return Replayed(value, gradients, _TENSORS.stats(trained, "float16" if plan is None else plan.dtype))
 
     def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        return clock(self.backend, model, step, plan)
+        """Return what times a batch and its gradients: see `Probe.clock`.
+
+        Where something is cast, each step waits to see whether gradients are finite, as the optimizer's will do.
+        """
+        trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+
+        def compute() -> None:
+            for parameter in trained:
+                if _is_there(parameter):
+                    parameter.clear_gradient(False)
+            _computed(self.backend, model, step, plan, 1.0)
+            if plan is not None and computes(plan.dtype):
+                bool(unscale([parameter for parameter in trained if _is_there(parameter)], 1.0))
+
+        def seconds() -> float:
+            with _uncompiled(self.backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
+                compute()
+                _wait()
+                return timed(compute, _wait)
+
+        return seconds
 
     def seed(self, number: int) -> None:
         """Seed Paddle, whose random numbers are then the same in every run."""

@@ -15,7 +15,7 @@ import paddle
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDeviceError
-from ampx.modules import Names, inherited, last_match, module_dtypes
+from ampx.modules import Names, float32_modules, module_dtypes
 
 from .calls import named
 from .casting import DTYPES, LOW
@@ -81,15 +81,8 @@ def _layers(models: Iterable[Any]) -> list[Any]:
 
 def _kept(models: list[Any], plan: CastPlan) -> list[Any]:
     """List the layers that stay in float32, but for those that `decorate` leaves alone by itself."""
-    rules = module_dtypes(plan)
     norms = _NORMS if plan.level == "O2" else _INSTANCE_NORMS
-    kept = []
-    for model in models:
-        for name, layer in named(model):
-            rule = inherited(name, lambda own: last_match(own, rules))
-            if rule == "float32" or (rule is None and isinstance(layer, norms)):
-                kept.append(layer)
-    return kept
+    return [layer for model in models for layer in float32_modules(named(model), plan, norms)]
 
 
 def _exact(parameter: Any, references: Iterable[Any]) -> Any:

@@ -92,7 +92,7 @@ class GradScaler(paddle.amp.GradScaler):
             return scaled
 
     def unscale_(self, optimizer: Any) -> None:
-        """Make the pending gradients of an optimizer true. Sync: one a dtype."""
+        """Unscale the pending gradients of an optimizer. Sync: one a dtype."""
         self._own(optimizer).ampx_unscale()
 
     def step(self, optimizer: Any) -> None:

@@ -13,9 +13,9 @@ import paddle
 
 from ampx.backend import GenericBackend
 from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
-from ampx.events import Event, StepResult
+from ampx.events import Event, Progress, StepResult
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Ledger, Member, Outcome, PendingProgress, ScaleGroup
+from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
 from ampx.scale_state import LossScaleState, next_state
 
 from . import casting
@@ -80,10 +80,10 @@ class GraphLedger(Ledger):
         finite = bool(self.value("finite"))
         if not finite:
             group.skipped[0] = group.skipped.get(0, 0) + 1
-        yield from group.events_of((group.framework, group.index, 0, steps), before, after, finite)
-        if group.reports(steps):
-            pending = PendingProgress(steps, {0: before.scale}, dict(group.states), dict(group.skipped), ())
-            yield from group.progress_of(pending, None)
+        labels = (group.framework, group.index, 0, steps)
+        yield from group.events_of(labels, before, after, finite)
+        if group.observer is not None and group.observer.is_due(steps):
+            yield Progress(*labels, before.scale, after.scale, after.consecutive_skips, group.skipped.get(0, 0))
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
         """Return what the outcome holds; there are none."""
@@ -178,7 +178,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
             no_grad_set: As in Paddle.
 
         Returns:
-            None, and the pairs of parameters and (true) gradients.
+            None, and the pairs of parameters and unscaled gradients.
 
         Raises:
             ProtocolError: The program was given to `minimize` already.

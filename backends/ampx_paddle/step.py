@@ -12,7 +12,8 @@ import paddle
 from ampx.backend import CastPlan, GenericBackend, Unscaled
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
 from ampx.optimizer import GenericOptimizer
-from ampx.protocol import Member, Stage, make_meter
+from ampx.protocol import Member
+from ampx.rooms import make_meter
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import FLOAT32_MAX
 
@@ -20,7 +21,6 @@ from . import sharding
 from .casting import LOW
 from .delegation import DelegatingOptimizer
 from .gradients import (
-    Finding,
     any_nonzero,
     clip,
     collect,
@@ -28,19 +28,18 @@ from .gradients import (
     meter_samples,
     name_nonfinite,
     parameters,
+    spoil,
     sum_of_squares,
     unscale,
-    with_gradients,
 )
 from .guard import StepGuard
-from .losses_by_id import LossMixer, drop_gradients, refuse_unmixable
-from .writes import Writes
+from .losses_by_id import LossMixer, refuse_unmixable
+from .writes import Writes, look
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
 
 _WIDE: Final = paddle.float32
-_living: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()  # some may share parameters
 
 
 def refuse_low_precision(optimizer: Any, plan: CastPlan | None, trained: list[Any]) -> bool:
@@ -80,22 +79,17 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     """
 
     def __init__(self, backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
-        self._mixer = LossMixer()
-        self._writes = Writes(member)
-        are_scaled = weakref.WeakMethod(self._are_scaled)
-        self._guard = StepGuard(member, lambda: (ask := are_scaled()) is not None and ask())
+        self._mixer = LossMixer(member, optimizer)
+        self._writes = Writes(member, optimizer)
+        self._guard = StepGuard(member, weakref.WeakMethod(self._writes.are_scaled))
         plan = options["plan"]
         self._meter = make_meter("float32" if plan is None else plan.dtype, meter_samples)
         super().__init__(backend, optimizer, member, options)
         member.observers = (self._meter,)
         member.mixes = False
         if member.group.enabled:
-            _living.add(self)
             self._guard.watch(optimizer)
-            self._writes.watch(parameters(optimizer))
-
-    def _are_scaled(self) -> bool:
-        return self._writes.are_scaled(collect(self.optimizer))
+            self._writes.watch()
 
     def ampx_unwrap(self) -> None:
         """Take the guard off the raw optimizer."""
@@ -135,7 +129,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         if closure is not None:
             with paddle.enable_grad():
                 loss = closure()
-        super().step()
+        super().step()  # in core's order: the parts follow
         return loss
 
     def _refuse_static_graphs(self) -> None:
@@ -153,58 +147,33 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         return gradients
 
     def _unscale(self, grads: Any) -> Unscaled:
-        """Unscale gradients; their norm, where it is bounded, is read with their finiteness."""
-        self._writes.check()
-        sharers = self._sharers("scaled")  # Paddle's kernel would divide the gradients once for each
-        for other, _ in sharers:
-            other.ampx_member.begin_change()
+        """Unscale gradients and test them; their norm, where it is bounded, is read with their finiteness."""
+        self._writes.bring_together()
+        scale = self._writes.carried
+        sharers = self._writes.sharers()  # Paddle's kernel would divide the gradients once for each
+        changing = [(self._writes, []), *sharers]
+        for writes, _ in changing:
+            writes.member.begin_change()
         try:
-            finite = super()._unscale(grads).finite
+            finding = unscale(grads, scale)
         except UnsupportedByBackendError:  # a refusal comes before anything is divided
-            for other, _ in sharers:
-                other.ampx_member.end_change()
+            for writes, _ in changing:
+                writes.member.end_change()
             raise
+        for other, shared in sharers:
+            spoil(shared, finding)
+            other.provenance.note_unscaled(shared)
+            other.member.end_change()
         self._writes.note_unscaled()
-        for other, rest in sharers:
-            other._unscale_rest(rest, finite)
         if self._max_grad_norm is not None:
-            self._pending.unscaled = Unscaled(grads, finite.combine(self._squares(grads)))
-        unscaled: Unscaled = self._pending.unscaled
+            finding = finding.combine(self._squares(grads))
+        unscaled = self._pending.unscaled = Unscaled(grads, finding)
+        self.ampx_member.note_unscaled()
         return unscaled
-
-    def _sharers(self, *stages: Stage) -> list[tuple[AmpOptimizer, list[Any]]]:
-        """List other optimizers that share parameters with this one, and their other parameters.
-
-        Those at one of these stages, or whose gradients carry a scale that others left.
-        """
-        sharers: list[tuple[AmpOptimizer, list[Any]]] = []
-        if len(_living) > 1:
-            own = set(map(id, parameters(self.optimizer)))
-            for other in list(_living):
-                if other is not self and (other.ampx_member.stage in stages or other._writes.await_scale()):
-                    theirs = parameters(other.optimizer)
-                    if not own.isdisjoint(map(id, theirs)):
-                        sharers.append((other, [parameter for parameter in theirs if id(parameter) not in own]))
-        return sharers
-
-    def _unscale_rest(self, rest: list[Any], finite: Finding) -> None:
-        """Make these gradients true: another optimizer did it with those that it shares with this one.
-
-        Paddle's kernel leaves nothing of shared gradients where any of the other's overflowed: its finding counts.
-        """
-        member = self.ampx_member
-        if member.factors:
-            rest = [parameter for parameter in rest if gradient_of(parameter) is not None]
-            self._pending.unscaled = Unscaled(rest, unscale(rest, member.factor).combine(None, finite))
-            self._writes.note_unscaled()
-            member.note_unscaled()
-        else:
-            self._writes.note_mixed()
-            member.end_change()
 
     def _look_again(self) -> Unscaled:
         """Test unscaled gradients once more: they may have been written to, or the sum of losses overflows."""
-        self._writes.check()
+        self._writes.bring_together()
         gradients = collect(self.optimizer)
         finite = unscale(gradients, 1.0).combine(self._squares(gradients), self._pending.unscaled.finite)
         unscaled = self._pending.unscaled = Unscaled(gradients, finite)
@@ -223,19 +192,18 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     def _apply(self, grads: Any) -> None:
         """Update with casting off, telling the guard that it is the wrapper who steps."""
-        self._guard.watch(self.optimizer)
-        with self._guard.opened():
+        with self._guard.opened(self.optimizer):
             self._backend.apply(self.optimizer, grads)
 
     def _close(self, finite: dict[int, bool]) -> None:
         """Note what the gradients carry now, and move the loss scale."""
         self._writes.note_step(all(finite.values()))
         super()._close(finite)
-        self._forget_losses()
+        self._mixer.reset()
 
     def _close_empty(self) -> None:
         super()._close_empty()
-        self._forget_losses()
+        self._mixer.reset()
 
     def minimize(
         self, loss: Any, startup_program: Any = None, parameters: Any = None, no_grad_set: Any = None
@@ -278,7 +246,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         if inside:
             self._mixer.drop_aside()
         else:
-            self._forget_losses()
+            self._mixer.reset()
         member.end_clear()
 
     clear_gradients = clear_grad
@@ -291,22 +259,17 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         """Forget pending gradients without counting a step."""
         self.ampx_member.begin_clear()
         self._pending.forget()
-        self._forget_losses()
+        self._mixer.reset()
         self.ampx_member.end_clear()
 
     def note_rescaled(self, factor: float) -> None:
         """Note that pending gradients were brought to another scale."""
-        self._writes.note_rescaled(factor)
+        self._writes.note_brought(factor)
         self.ampx_member.note_scaled(factor)
 
     def are_unknown(self) -> bool:
         """Return whether a skipped step left gradients that were not cleared. Sync: one a gradient, where it did."""
-        return self.ampx_member.stage == "idle" and self._writes.are_unknown(collect(self.optimizer))
-
-    def _forget_losses(self) -> None:
-        if self._mixer.used or self.ampx_member.mixes:
-            self._mixer.reset()
-            self.ampx_member.mixes = False
+        return self.ampx_member.stage == "idle" and self._writes.are_unknown()
 
     # -- what core asks --------------------------------------------------------------------------------
 
@@ -327,20 +290,16 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
         Sync: with a second loss id, and where a step was skipped, one a gradient.
         """
-        gradients = with_gradients(self._checked_parameters())
-        if self.ampx_member.stage == "idle":
-            self._writes.check_left(gradients)
-            return
-        self._writes.check()
-        factors = self.ampx_member.factors
-        another = self._mixer.loss_id is not None or (factors and loss_id not in factors)
-        if another and any_nonzero(gradients):
+        self._check_parameters()
+        look()
+        self._writes.plan(1.0)  # whatever the scale: it raises or not
+        if self._mixer.mixes(loss_id) and any_nonzero(collect(self.optimizer)):
             refuse_unmixable(self.optimizer)
             self._check_not_shared(loss_id)
 
     def _check_not_shared(self, loss_id: int) -> None:
         """Raise where gradients would be put aside that another optimizer waits for."""
-        if any(other.ampx_member.stage == "scaled" for other, _ in self._sharers("scaled")):
+        if any(other.member.stage == "scaled" for other, _ in self._writes.sharers()):
             raise ProtocolError(
                 f"scale_loss(loss_id={loss_id}) after a loss of another id, and the optimizer shares parameters with "
                 f"another one that waits for its step; accepted: loss scales by loss_id where every parameter belongs "
@@ -353,75 +312,47 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
         Sync: with a second loss id, one a gradient.
         """
-        trained = self._checked_parameters()
-        if self.ampx_member.stage == "idle":
-            self._forget_losses()  # an exception may have left them
-            if self._writes.rescale_existing(with_gradients(trained), scale):
-                for other, _ in self._sharers("scaled", "unscaled"):
-                    other._writes.note_mixed()
-        else:
-            self._writes.check()
-        if self._mixer.used or self.ampx_member.factors:
-            self._put_aside(loss_id)
+        self._check_parameters()
+        idle = self.ampx_member.stage == "idle"
+        if idle:
+            self._mixer.reset()  # an exception may have left them
+        self._writes.bring_together(scale if idle else None)
+        if self._mixer.mixes(loss_id):
+            self._mixer.begin(loss_id, self._unscale_first)
         self._writes.enter(scale)
 
-    def _checked_parameters(self) -> list[Any]:
-        """List the parameters.
-
-        Raises:
-            LowPrecisionParametersError, ProtocolError: They have low precision that they should not have, or lack it.
-        """
-        plan, trained = self._plan, parameters(self.optimizer)
-        lowered = refuse_low_precision(self.optimizer, plan, trained)
+    def _check_parameters(self) -> None:
+        """Raise where parameters have low precision that they should not have, or lack it."""
+        plan = self._plan
+        lowered = refuse_low_precision(self.optimizer, plan, parameters(self.optimizer))
         if plan is not None and plan.level in ("O2", "O3") and not lowered:
             raise ProtocolError(
                 "the level asks for low-precision parameters, but the optimizer holds none: the model would train in "
                 "float32. Call model, opt = ampx.prepare(model, opt) first, or use level='O1'."
             )
-        return trained
 
-    def _put_aside(self, loss_id: int) -> None:
-        member = self.ampx_member
-        if self._mixer.loss_id is None:
-            if not member.factors or loss_id in member.factors:
-                return
-            if not any_nonzero(collect(self.optimizer)):  # cleared behind the wrapper's back, by the model say
-                member.drop_factors()
-                return
-            refuse_unmixable(self.optimizer)
-            first = next(iter(member.factors))
-            self.ampx_unscale()
-            unscaled = self._pending.unscaled
-            self._mixer.note(first, unscaled is None or bool(unscaled.finite))
-        else:
-            refuse_unmixable(self.optimizer)
-        member.begin_change()  # which ends with the body: until then gradients are missing
-        member.mixes = True
-        self._mixer.put_aside(self.optimizer, loss_id)
+    def _unscale_first(self) -> bool:
+        self.ampx_unscale()
+        unscaled = self._pending.unscaled
+        return unscaled is None or bool(unscaled.finite)
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Make the new gradients true and add those put aside, where there are several losses. Sync: one a dtype."""
+        """Unscale the new gradients and add those put aside, where there are several losses. Sync: one a dtype."""
         self._writes.leave()
-        mixer, member = self._mixer, self.ampx_member
-        if mixer.loss_id is None:
-            return
-        try:
-            refuse_unmixable(self.optimizer)
-        except UnsupportedByBackendError:
-            self.drop_pending()
-            raise
-        if gradients := collect(self.optimizer):  # a backward that gave none does not count for its loss
-            mixer.note(loss_id, bool(unscale(gradients, member.factors[loss_id])))
-        mixer.bring_back()
-        self._pending.unscaled = Unscaled(collect(self.optimizer), all(mixer.finite.values()))
-        member.note_unscaled()
+        if self._mixer.loss_id is not None:
+            try:
+                refuse_unmixable(self.optimizer)
+            except UnsupportedByBackendError:
+                self.drop_pending()
+                raise
+            self._pending.unscaled = self._mixer.end(loss_id)
+            self.ampx_member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Drop what an unfinished backward left, and bring back what was put aside."""
+        """Drop what an unfinished backward left, where there are several losses, and bring back what was put aside."""
         self._writes.leave(unfinished=self._mixer.loss_id is None)
         if self._mixer.loss_id is not None:
-            drop_gradients(self.optimizer)
-            self._mixer.bring_back()
+            self._mixer.abandon()
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
         """Return which losses were finite."""
@@ -430,7 +361,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     def ampx_unscale(self) -> None:
         """Unscale the pending gradients."""
         if self.ampx_member.group.enabled and self.ampx_member.stage == "unscaled":
-            self._writes.check()
+            self._writes.bring_together()
         super().ampx_unscale()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> paddle.Tensor:

@@ -1,209 +1,236 @@
-"""Which loss scale the gradients on an optimizer's parameters carry, where other losses wrote to them.
+"""What backwards write to the gradients of an optimizer, and with which loss scale: Paddle's part of provenance.
 
-Paddle adds gradients up until somebody clears them. What a backward outside of an optimizer's `scale_loss` adds, or
-what a step leaves, carries another scale than what the next backward inside adds. Paddle's own hook on each parameter
-tells when something was added; nothing is read from the device for it.
+Paddle adds gradients up until somebody clears them, which leaves zeros. It counts no writes, and makes a new object of
+a gradient whenever it is asked. Its own hook on each parameter tells when something was added; nothing is read from the
+device for it.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from ampx.errors import ProtocolError
 from ampx.protocol import Member
+from ampx.provenance import UNKNOWN, GradientSnapshot, Plan, Provenance, Slots
+from ampx.scale_state import Scalar
 
-from .gradients import any_nonzero, rescale, unscale
+from .gradients import any_nonzero, collect, gradients_of, parameters, rescale, unscale
 
-# What gradients carry that no scale can be told of.
-UNKNOWN: Final = math.inf
+# What gradients carry that were cleared: zeros carry every scale.
+ANY: Final = object()
 
-
-class _Thread(threading.local):
-    """The `scale_loss` bodies that run in the calling thread, the innermost last."""
-
-    bodies: tuple[tuple[weakref.ref[Writes], float], ...] = ()
-
-
-_thread = _Thread()
-# By name, those whose gradients a backward of the calling thread has written to; its optimizer is not known yet.
-_written: Final = threading.local()
-_numbers: Final = itertools.count()
-# By scale, the scaled losses whose backwards have run in the calling thread since then.
+# By scale, the scaled losses whose backwards have run in the calling thread since the last `look`.
 _ran: Final = threading.local()
+_watching: Final[dict[int, weakref.ref[Writes]]] = {}
+_numbers: Final = itertools.count()
 
 
 def watch_loss(scaled: Any, scale: float) -> None:
     """Have a scaled loss tell when its backward runs, which may be outside of its body. It runs no Python code."""
     if not scaled.stop_gradient:
-        scaled.register_hook(partial(setattr, _ran, repr(scale)))
+        scaled._register_grad_hook(partial(setattr, _ran, repr(scale)))
 
 
-def _attribute() -> None:
-    """Note whose backwards have written since the last time: as long as the same bodies run, it is the same."""
-    written: dict[str, weakref.ref[Writes]] = _written.__dict__
-    for name, reference in list(written.items()):
-        if (writes := reference()) is not None:
-            writes.attribute({float(scale) for scale in _ran.__dict__})
-        del written[name]
+def look(scale: float | None = None) -> None:
+    """Have all optimizers note what backwards of the calling thread wrote to their gradients since the last look.
+
+    Args:
+        scale: The loss scale of the body that ends here; None outside of bodies.
+    """
+    for number, reference in list(_watching.items()):
+        if (writes := reference()) is None:
+            _watching.pop(number, None)
+        elif writes.body is None and writes.written.__dict__:  # else its own body writes
+            writes.attribute(scale)
     _ran.__dict__.clear()
 
 
 @contextmanager
 def unnoticed() -> Iterator[None]:
     """Return a region whose backwards write to gradients that are put back as they were."""
-    _attribute()
+    look()
     try:
         yield
     finally:
-        _written.__dict__.clear()
+        for reference in list(_watching.values()):
+            if (writes := reference()) is not None:
+                writes.written.__dict__.clear()
+        _ran.__dict__.clear()
 
 
-def _bodies() -> list[tuple[Writes, float]]:
-    """Return the bodies that run in the calling thread; one that an exception kept open ends with its optimizer."""
-    return [(writes, scale) for reference, scale in _thread.bodies if (writes := reference()) is not None]
+class ParameterSlots(Slots):
+    """Parameters, each of which stands for its gradient, too."""
+
+    also_unknown: ClassVar[str] = ", that a backward outside of scale_loss has added to"
+
+    def snapshot(self, slots: Iterable[Any]) -> list[GradientSnapshot]:
+        """Return which parameters have a gradient."""
+        owners = list(slots)
+        pairs = zip(owners, gradients_of(owners), strict=True)
+        return [(owner, None if gradient is None else owner, None) for owner, gradient in pairs]
+
+    def is_zero(self, gradient: Any) -> bool:
+        """Return whether a gradient is zeros. Sync: one."""
+        return not any_nonzero((gradient,))
+
+    def divide(self, gradients: Sequence[Any], divisor: Scalar) -> None:
+        """Divide gradients in place."""
+        rescale(gradients, 1.0 / divisor)
+
+
+_SLOTS: Final = ParameterSlots()
 
 
 class Writes:
-    """What is known of one optimizer's gradients."""
+    """What the gradients of one optimizer carry, beyond its stage.
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._own = False  # a body of this optimizer wrote since the last step
-        self._carried: set[float] = set()  # by what others wrote, or the last step left
-        self._name = f"writes_{next(_numbers)}"
+    Attributes:
+        member: The optimizer's place in the protocol.
+        optimizer: The raw optimizer.
+        provenance: Gradients that carry another scale than `carried`, or an unknown one.
+        left: What the others carry while nothing is pending: a scale, `UNKNOWN` after a skipped step, or `ANY`.
+        body: The loss scale of the optimizer's own body that runs, or None.
+        written: By id, weak references to the parameters that backwards of a thread have written to since `look`.
+    """
 
-    def watch(self, parameters: Iterable[Any]) -> None:
+    def __init__(self, member: Member, optimizer: Any) -> None:
+        self.member = member
+        self.optimizer = optimizer
+        self.provenance = Provenance(_SLOTS)
+        self.left: Any = ANY
+        self.body: float | None = None
+        self.written = threading.local()
+
+    def watch(self) -> None:
         """Have the parameters tell when a backward has added to their gradients.
 
-        Paddle's hook cannot be taken off: it holds this object weakly. It runs no Python code, in which a signal could
-        be handled: an exception there would become a SystemError of Paddle's backward.
+        Paddle's hook cannot be taken off: it holds neither this object nor the parameter. It runs no Python code, in
+        which a signal could be handled: an exception there would become a SystemError of Paddle's backward.
         """
-        note = partial(setattr, _written, self._name, weakref.ref(self))
-        for parameter in parameters:
+        _watching[next(_numbers)] = weakref.ref(self)
+        for parameter in parameters(self.optimizer):
+            note = partial(setattr, self.written, str(id(parameter)), weakref.ref(parameter))
             parameter._register_backward_hook(note)
 
-    def attribute(self, ran: set[float]) -> None:
-        """Note by the bodies that run, and by the scaled losses that ran, which scale a backward has written with."""
-        bodies = _bodies()
-        if any(writes is self for writes, _ in bodies):
-            self._own = True
-        elif bodies:
-            self._carried.add(bodies[-1][1])
-        elif not ran:
-            self._carried.add(1.0)
-        elif self._own or self._member.stage == "unscaled" or not ran.intersection(self._member.factors.values()):
-            self._carried.add(UNKNOWN)
-        # Else it is the backward of a loss that was scaled for this optimizer: it runs outside of its body.
+    @property
+    def carried(self) -> Any:
+        """What gradients carry that nothing is noted of: a scale, `UNKNOWN` or `ANY`."""
+        member = self.member
+        if member.stage == "unscaled":
+            return 1.0
+        return member.factor if member.factors else self.left
+
+    # -- backwards -----------------------------------------------------------------------------------------------------
 
     def enter(self, scale: float) -> None:
-        """Note that a body of this optimizer begins."""
-        _attribute()
-        self._end_body()
-        _thread.bodies = (*_thread.bodies, (weakref.ref(self), scale))
+        """Note that a body of this optimizer begins, after a `look`."""
+        self.body = scale
 
     def leave(self, unfinished: bool = False) -> None:
         """Note that it ends; what an unfinished one wrote carries its scale, if it stays."""
-        _attribute()
-        if self._own and unfinished:
-            self._carried.update(scale for writes, scale in _bodies() if writes is self)
-        self._end_body()
+        scale, self.body = self.body, None
+        if not unfinished:
+            self.written.__dict__.clear()
+        look(scale)
 
-    def _end_body(self) -> None:
-        _thread.bodies = tuple((weakref.ref(writes), scale) for writes, scale in _bodies() if writes is not self)
+    def attribute(self, scale: float | None) -> None:
+        """Note what was written since the last look, in the body of others with this scale; None outside of bodies."""
+        written, carried, noted = self.written.__dict__, self.carried, self.provenance.notes
+        if scale is None:
+            ran = set(map(float, _ran.__dict__))
+            # Of a loss that was scaled for this optimizer the backward may run outside of its body.
+            late = self.member.stage != "unscaled" and not ran.isdisjoint(self.member.factors.values())
+            scale = carried if late else UNKNOWN if ran else 1.0
+        if noted or scale != carried:
+            owners = [owner for reference in written.values() if (owner := reference()) is not None]
+            # Nothing but that they were written to: Paddle has no version of a gradient to compare.
+            before = [(own, None if carried is ANY and id(own) not in noted else own, "before") for own in owners]
+            self.provenance.note_foreign(before, carried, scale)
+        written.clear()
 
-    def rescale_existing(self, owners: list[Any], scale: float) -> bool:
-        """Bring the gradients of these parameters, there before the first backward of a step, to its scale.
+    # -- what others wrote, or the last step left ----------------------------------------------------------------------
 
-        Return whether any were divided.
-
-        Sync: as `check_left`, which comes first.
-        """
-        self.check_left(owners)
-        if not self._carried:
-            return False
-        (factor,) = self._carried
-        divides = factor != scale and bool(owners)
-        if divides:
-            self._member.begin_change()  # entering the body ends it, or leaving it
-            rescale(owners, scale / factor)
-        self._carried = {scale}
-        return divides
-
-    def check_left(self, owners: list[Any]) -> None:
-        """Raise where gradients there before the first backward of a step cannot be brought to its scale.
+    def bring_together(self, scale: float | None = None) -> None:
+        """Have all gradients carry one scale: this one, or that of those which are pending.
 
         Raises:
-            ProtocolError: They carry several scales, or one that nobody knows, and are more than zeros.
+            ProtocolError: What they carry is unknown, and they are more than zeros.
 
-        Sync: none; some where they carry several scales, or were left by a skipped step.
+        Sync: none; some where others wrote to them, or a skipped step left them.
         """
-        _attribute()
-        if not self._carried or (len(self._carried) == 1 and UNKNOWN not in self._carried):
+        look()
+        if not self.provenance.notes and (scale is None or self.left in (ANY, scale)):
             return
-        if any_nonzero(owners):
-            names = ", ".join(parameter.name for parameter in owners[:5])
-            raise ProtocolError(
-                f"scale_loss was called while gradients of a skipped step or of other losses hang on the parameters "
-                f"({names}); they carry other loss scales, and nobody can tell "
-                f"which; accepted: cleared gradients. Call opt.clear_grad() first, or pass scale_loss all optimizers "
-                f"that a loss has parameters of."
-            )
-        self._carried = set()
+        scale = self.carried if scale is None else scale
+        plan = self.plan(scale)
+        if plan:
+            self.member.begin_change()
+            self.provenance.divide(plan)
+            for other, shared in self.sharers():
+                other.provenance.note(shared, scale)
+        self.note_brought(scale)
+        if plan:
+            self.member.end_change()
 
-    def check(self) -> None:
-        """Raise where another loss has added to pending gradients with another scale; true ones carry 1."""
-        _attribute()
-        factors = {1.0} if self._member.stage == "unscaled" else set(self._member.factors.values())
-        if self._carried and (len(factors) > 1 or self._carried != factors):
-            raise ProtocolError(
-                f"a backward outside of this optimizer's scale_loss has added to its gradients; they carry the scales "
-                f"{', '.join(f'{factor:g}' for factor in sorted(self._carried | factors))} now; accepted: one. Give "
-                f"scale_loss all optimizers that a loss has parameters of, and call opt.clear_grad() to go on."
-            )
+    def plan(self, scale: float) -> Plan:
+        """List what gradients must be divided by to carry this scale; raise as `bring_together`."""
+        carried = self.carried
+        return self.provenance.plan(parameters(self.optimizer), scale, scale if carried is ANY else carried)
 
-    def are_scaled(self, owners: list[Any]) -> bool:
-        """Return whether gradients are not true though nothing is pending. Sync: one a gradient, where they may be."""
-        _attribute()
-        if UNKNOWN in self._carried:  # a skipped step left inf or NaN, if they were not cleared since
-            return any_nonzero(owners) and not unscale(owners, 1.0)
-        return not self._carried <= {1.0} and any_nonzero(owners)
+    def sharers(self) -> list[tuple[Writes, list[Any]]]:
+        """List other optimizers with gradients that share parameters with this one, and those parameters."""
+        waiting = [
+            other
+            for reference in list(_watching.values())
+            if (other := reference()) is not None
+            and other is not self
+            and (other.member.factors or other.provenance.notes or other.left is not ANY)
+        ]
+        if not waiting:
+            return []
+        own = set(map(id, parameters(self.optimizer)))
+        pairs = [(other, [shared for shared in parameters(other.optimizer) if id(shared) in own]) for other in waiting]
+        return [(other, shared) for other, shared in pairs if shared]
 
-    def await_scale(self) -> bool:
-        """Return whether gradients that others made carry a scale: the next body brings them to its own."""
-        _attribute()
-        return not self._carried <= {1.0, UNKNOWN}
+    def are_scaled(self) -> bool:
+        """Return whether gradients are not unscaled though nothing is pending. Sync: one a gradient, where they may be.
 
-    def are_unknown(self, owners: list[Any]) -> bool:
-        """Return whether a skipped step left gradients. Sync: one a gradient, where it did."""
-        _attribute()
-        return UNKNOWN in self._carried and any_nonzero(owners)
+        A skipped step left inf or NaN, if they were not cleared since.
+        """
+        scaled = [owner for owner, scale in self._scales() if scale != 1.0]
+        return any_nonzero(scaled) and not (self.left is UNKNOWN and bool(unscale(scaled, 1.0)))
 
-    def note_rescaled(self, scale: float) -> None:
-        """Note that the gradients, those that were left included, were rescaled to this scale."""
-        self._carried = {scale} if self._carried else set()
+    def are_unknown(self) -> bool:
+        """Return whether a skipped step left gradients that were not cleared. Sync: one a gradient, where it did."""
+        return any_nonzero([owner for owner, scale in self._scales() if scale is UNKNOWN])
 
-    def note_mixed(self) -> None:
-        """Note that another optimizer, which shares some of these gradients, divided those."""
-        self._carried = {UNKNOWN}
+    def _scales(self) -> list[tuple[Any, Any]]:
+        look()
+        carried = 1.0 if self.carried is ANY else self.carried
+        owners = collect(self.optimizer)
+        return [(owner, self.provenance.scale_of((owner, owner, None), carried)) for owner in owners]
+
+    def note_brought(self, scale: float) -> None:
+        """Note that all gradients carry this scale now; those of an unknown one are zeros."""
+        if self.provenance.notes or self.left is not ANY:
+            self.provenance.notes, self.left = {}, ANY if self.left is UNKNOWN else scale
 
     def note_unscaled(self) -> None:
         """Note that the gradients are unscaled now, those that others added as well."""
-        self._carried = set()
+        self.provenance.notes, self.left = {}, ANY
 
     def note_step(self, finite: bool) -> None:
-        """Note that a step used the gradients: they are true now, or anything where it was skipped."""
-        self._own, self._carried = False, {1.0 if finite else UNKNOWN}
+        """Note that a step used the gradients: they are unscaled now, or anything where it was skipped."""
+        self.provenance.notes, self.left = {}, 1.0 if finite else UNKNOWN
 
-    def note_cleared(self, inside: bool = False) -> None:
+    def note_cleared(self, inside: bool) -> None:
         """Note that the optimizer cleared its gradients, perhaps inside of a body of its own."""
-        _written.__dict__.pop(self._name, None)
-        self._own, self._carried = False, set()
+        self.written.__dict__.clear()
+        self.provenance.notes, self.left = {}, ANY
         if not inside:
-            self.leave()
+            self.body = None

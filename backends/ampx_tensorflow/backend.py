@@ -143,8 +143,7 @@ class TensorFlowBackend(ampx.Backend):
             names = {id(variable): name for name, variable in module_names.parameters(model)}
         rows = []
         for variable, bad in optimizer.ampx_nonfinite():
-            plain = variable.value if isinstance(variable, keras.Variable) else variable
-            name = names.get(id(plain)) or gradients.name(variable)
+            name = names.get(id(module_names.plain(variable))) or gradients.name(variable)
             rows.append((name, bad, int(tf.TensorShape(variable.shape).num_elements())))
         return rows
 

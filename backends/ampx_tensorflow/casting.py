@@ -197,7 +197,7 @@ def restore() -> None:
 
 
 def prepare(model: Any, plan: CastPlan) -> Any:
-    """Let the layers of a model that was made before `init`, or of a list of them, cast, in place; gives the model.
+    """Let the layers of a model that was made before `init`, or of a list of them, cast, in place; return the model.
 
     Layers in low precision altogether, quantized layers and layers with other policies keep them. What `allow` and
     `deny` name computes in the dtype of the plan, or in float32, with all inside; what is denied stays so.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -17,9 +18,8 @@ from ampx.events import StepResult
 from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, is_one, next_state, round_to_float32
 
-from . import history, losses_by_id, retracing
+from . import history, retracing
 from .contexts import Contexts, on_host
-from .meter import TracedMeter
 from .replicas import read, several, write
 
 _UNMEASURED: Final = -1.0  # stands for a norm
@@ -46,6 +46,7 @@ class VariableLedger(Ledger):
 
     Attributes:
         others: The variables of those losses, by id.
+        followers: Functions that follow the steps of traces, too.
         by_loss: What traces did with several losses; None while all losses are of id 0.
         foreign: Members, of any place, whose waiting gradients carry the scale of a loss of another id than 0.
         written: How many of the counted steps somebody wrote into the variables, as a checkpoint does; may be negative.
@@ -56,9 +57,9 @@ class VariableLedger(Ledger):
         self.scale = scale
         self.counters = counters
         self.history = history.History()
-        self.given: Any = None  # what `factor` gave last
+        self.last_factor: Any = None  # what `factor` returned last
         self.slots: list[Slots] = []
-        self.meters: list[TracedMeter] = []
+        self.followers: list[Callable[[ScaleGroup], None]] = []
         self.others: dict[int, LossVariables] = {}
         self.by_loss: history.LossHistory | None = None
         self.foreign: weakref.WeakSet[Member] = weakref.WeakSet()
@@ -71,7 +72,7 @@ class VariableLedger(Ledger):
             history.watch(group)
 
     def join(self) -> int:
-        """Make the variables of one more optimizer, which nothing tracks or saves; gives its position."""
+        """Make the variables of one more optimizer, which nothing tracks or saves; return its position."""
         with tf.init_scope():
             self.slots.append(Slots(tf.Variable(0.0, trainable=False), tf.Variable([0.0] * 3, trainable=False)))
         return len(self.slots) - 1
@@ -84,19 +85,19 @@ class VariableLedger(Ledger):
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
         """Return the scale that waiting gradients carry, or else the current one: see `pin` for when they differ."""
         if is_one(group.config):
-            self.given = tf.constant(1.0)
-            return self.given
+            self.last_factor = tf.constant(1.0)
+            return self.last_factor
         retracing.depend()
         if loss_id:
-            self.given = tf.convert_to_tensor(self.other(loss_id).scale)
-            return self.given
-        self.given = tf.convert_to_tensor(self.scale)
+            self.last_factor = tf.convert_to_tensor(self.other(loss_id).scale)
+            return self.last_factor
+        self.last_factor = tf.convert_to_tensor(self.scale)
         # On the host each optimizer of a list knows its own, and what another function scaled for it cannot be stepped.
         foreign = bool(self.foreign) and any(member in self.foreign for member in group.members)
         if self._pinned and not foreign and not (len(self.slots) > 1 and on_host()):
             waiting = tf.reduce_max(tf.stack([tf.convert_to_tensor(slots.pending) for slots in self.slots]))
-            self.given = tf.where(waiting > 0, waiting, self.given)
-        return self.given
+            self.last_factor = tf.where(waiting > 0, waiting, self.last_factor)
+        return self.last_factor
 
     def other(self, loss_id: int) -> LossVariables:
         """Return the variables of a loss of another id than 0, which its first use makes."""
@@ -116,6 +117,19 @@ class VariableLedger(Ledger):
         )
         if self.by_loss is None:
             self.by_loss = history.LossHistory()
+
+    def saved_others(self) -> dict[str, Any]:
+        """Return the variables of losses of other ids than 0, by the names under which they are saved."""
+        return {
+            f"loss_{loss_id}_{name}": variable
+            for loss_id, other in self.others.items()
+            for name, variable in other._asdict().items()
+        }
+
+    def find_other(self, name: str) -> Any:
+        """Return what `saved_others` has under a name, which makes it where it is new; None for another name."""
+        match = re.fullmatch(r"loss_(\d+)_(scale|counters)", name)
+        return None if match is None else getattr(self.other(int(match[1])), match[2])
 
     def pin(self) -> None:
         """Note that waiting gradients may carry another scale than the current one from now on."""
@@ -148,7 +162,7 @@ class VariableLedger(Ledger):
         if self._moved:
             return
         if self.by_loss is not None:
-            self._move_losses(group, losses_by_id.merged([outcome.finite for outcome in window]))
+            self._move_losses(group, _merged(window))
             return
         flags = [outcome.finite[0] for outcome in window]
         self._move(group, flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags)))
@@ -162,15 +176,22 @@ class VariableLedger(Ledger):
         """Return, in a trace, the number of the step that is being made, from 1 on."""
         return tf.unstack(tf.convert_to_tensor(self.counters))[3] + 1
 
-    def move(self, group: ScaleGroup, finite: bool, scale: Any, norm: Any) -> None:
-        """Do what `settle` does, which then finds it done, in a branch of a trace where the finiteness is known.
+    def mover(self, group: ScaleGroup, scale: Any, norm: Any) -> Callable[[bool], None]:
+        """Return a function that moves the scale in a branch of a trace, where the finiteness is known.
 
-        It takes a third of the operations, which is what small steps feel.
+        `settle` then finds it done. It takes a third of the operations, which is what small steps feel. Where
+        `moves_alone` is not so, the function leaves it to `settle`.
         """
-        retracing.depend()  # the host looks when the function is called
-        self._move(group, finite)
-        self._note(group, Outcome(group.members[0], {0: finite}, scale, norm))
-        self._moved = True
+        if not self.moves_alone(group):
+            return lambda finite: None
+
+        def move(finite: bool) -> None:
+            retracing.depend()  # the host looks when the function is called
+            self._move(group, finite)
+            self._note(group, Outcome(group.members[0], {0: finite}, scale, norm))
+            self._moved = True
+
+        return move
 
     def _move(self, group: ScaleGroup, finite: Any) -> None:
         counters = tf.unstack(tf.convert_to_tensor(self.counters))
@@ -225,8 +246,8 @@ class VariableLedger(Ledger):
             elif missed.steps or state != group.states[0] or steps != group.steps:
                 self._follow(group, missed, state, steps)
             if missed.steps:
-                for meter in self.meters:
-                    meter.look(group)
+                for follow_up in self.followers:
+                    follow_up(group)
         finally:
             self._following.release()
 
@@ -265,7 +286,7 @@ class VariableLedger(Ledger):
                     _take_over(member, slots, next_scale, int(skips))
 
     def pace(self, group: ScaleGroup) -> None:
-        """Look at the interval that listeners ask for. Sync: one; two more if traces made steps."""
+        """Look as often as the group's observer does from now on. Sync: one; two more if traces made steps."""
         history.look()
 
     def look(self, group: ScaleGroup) -> None:
@@ -329,6 +350,15 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Any:
         return if_true if condition else if_false
     dtype = next((branch.dtype for branch in (if_true, if_false) if tf.is_tensor(branch)), None)
     return tf.where(condition, tf.convert_to_tensor(if_true, dtype), tf.convert_to_tensor(if_false, dtype))
+
+
+def _merged(window: Sequence[Outcome]) -> dict[int, Any]:
+    """Return by loss id whether all optimizers that used it found finite gradients."""
+    finite: dict[int, Any] = {}
+    for outcome in window:
+        for loss_id, flag in outcome.finite.items():
+            finite[loss_id] = tf.logical_and(finite[loss_id], flag) if loss_id in finite else flag
+    return finite
 
 
 def follow(group: ScaleGroup, missed: history.Missed, state: LossScaleState) -> None:
@@ -420,8 +450,8 @@ def _replay(config: LossScale, state: LossScaleState, missed: history.Missed) ->
 def _advance_finite(group: ScaleGroup, count: int) -> None:
     while count:
         alike = _alike(group.config, group.states[0], count)
-        if group.intervals:  # a step of which somebody wants to hear is told by itself
-            alike = min(alike, *(every - 1 - group.steps % every for every in group.intervals))
+        if group.observer is not None:  # a step that it looks at is repeated by itself
+            alike = min(alike, *(every - 1 - group.steps % every for every in group.observer.intervals))
         if alike:
             group.states[0] = _after(group.config, group.states[0], alike)
             group.steps += alike

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ampx.backend import Array
 from ampx.formats import stride
-from ampx.protocol import METER_SAMPLES
+from ampx.rooms import METER_SAMPLES
 
 from . import casting
 from .contexts import compiles

@@ -187,7 +187,8 @@ class _Looks:
                 ledger.look(group)
         finally:  # a listener may raise
             steps = self.steps() - before
-            every = min([LOOK_EVERY, *(number for group in self.watched for number in group.intervals)])
+            observer = ScaleGroup.observer
+            every = LOOK_EVERY if observer is None else min([LOOK_EVERY, *observer.intervals])
             self.interval = max(1, min(every, every * max(calls, 1) // max(steps, 1)))
             self.left = self.interval
 

@@ -7,7 +7,7 @@ are float16, too; those that normalize get `"mixed_float16"`, and what is denied
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,36 +15,24 @@ import tensorflow as tf
 
 from ampx.backend import Array, Backend
 from ampx.errors import ConversionError, InvalidOptionError
+from ampx.modules import inherited
+from ampx.shipping import layers as shipping
 from ampx.shipping.converter import Conversion, Converted, Converter
-from ampx.shipping.layers import check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from .casting import LOW
 from .names import walk
-
-# These compute in float32 whatever their policy says, and return what it says: where variables are float32, nothing is
-# lost, and what is added to their outputs has their dtype.
-_NORMS: Final = tuple(
-    getattr(keras.layers, name)
-    for name in ("BatchNormalization", "LayerNormalization", "GroupNormalization")
-    if hasattr(keras.layers, name)
-)
-# These compute in the dtype of their policy; the last two are of late.
-_WIDE: Final = tuple(
-    getattr(keras.layers, name)
-    for name in ("Normalization", "UnitNormalization", "RMSNormalization", "SpectralNormalization")
-    if hasattr(keras.layers, name)
-)
+from .prepare import policy_of
 
 
 def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     """Convert a model: functional, sequential, or of a class whose objects are made from their configuration."""
     _check(model)
-    check_computed(backend, backend.device("auto").name, conversion.dtype)
+    shipping.check_computed(backend, backend.device("auto").name, conversion.dtype)
     layers = {name: layer for name, layer in walk(model) if name}
-    denied = denied_names(conversion.deny, layers)
+    denied = shipping.denied_names(conversion.deny, layers)
     policies = _policies(layers, denied, conversion.dtype)
     if conversion.dtype != "float32":
-        check_fits(conversion.dtype, _magnitudes(layers, policies))
+        shipping.check_fits(conversion.dtype, _magnitudes(layers, policies))
     try:
         outputs, inputs = _made(model, layers, policies, conversion)
     except Exception as error:
@@ -57,14 +45,13 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     converted = keras.Model(inputs, _cast(outputs, target), name=model.name)
     _take_weights(model, converted)
     converted.trainable = False
-    names = [name for name in layers if not any(name == entry or name.startswith(f"{entry}.") for entry in denied)]
-    return Converted(converted, leaves_first(names))
+    return Converted(converted, shipping.leaves_first([name for name in layers if name not in denied]))
 
 
 def infer(model: Any, batch: Any) -> Mapping[str, Array]:
     """Call a converted model; a dict or list is its only argument, as Keras passes several inputs."""
     args = batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)
-    return named_outputs(model(*args, training=False), _array)
+    return shipping.named_outputs(model(*args, training=False), _array)
 
 
 def _array(value: Any) -> Array | None:
@@ -86,12 +73,7 @@ def _check(model: Any) -> None:
             f"convert got {type(model).__name__} {model.name!r} before it has weights; accepted: a model that is "
             f"built. Call it once, or load its weights."
         )
-    other = [variable.path for variable in model.weights if variable.dtype in LOW]
-    if other:
-        raise InvalidOptionError(
-            f"convert got a model with weights in low precision ({', '.join(other[:5])}), of which nothing can be told "
-            f"about float32; accepted: float32 weights. Load its checkpoint into such a model, and convert that."
-        )
+    shipping.check_float32([variable.path for variable in model.weights if variable.dtype in LOW])
     homes: dict[int, str] = {}
     for name, layer in walk(model):
         for variable in _own(layer):
@@ -114,28 +96,27 @@ def _policies(layers: Mapping[str, Any], denied: frozenset[str], dtype: str) -> 
     if dtype == "float32":
         return dict.fromkeys(("", *layers), dtype)
     mixed = any(layer.compute_dtype in LOW for layer in layers.values() if isinstance(layer, keras.layers.Layer))
-    wide: list[str] = []
-    for name, layer in layers.items():
-        chosen = mixed and not _own(layer) and getattr(layer, "compute_dtype", dtype) == "float32"
-        if name in denied or isinstance(layer, _WIDE) or (chosen and not isinstance(layer, keras.Model)):
-            wide.append(name)
-    policies = {"": dtype}
-    for name, layer in layers.items():
-        if any(name == entry or name.startswith(f"{entry}.") for entry in wide):
-            policies[name] = "float32"
-        else:
-            policies[name] = f"mixed_{dtype}" if isinstance(layer, _NORMS) else dtype
-    return policies
+
+    def stays_wide(name: str, layer: Any) -> bool:
+        if name in denied or isinstance(layer, keras.layers.SpectralNormalization):  # and the layer inside of it
+            return True
+        computes_wide = getattr(layer, "compute_dtype", dtype) == "float32"
+        return mixed and computes_wide and not _own(layer) and not isinstance(layer, keras.Model)
+
+    wide = {name: "float32" for name, layer in layers.items() if stays_wide(name, layer)}
+    return {"": dtype} | {
+        name: policy_of(layer, inherited(name, wide.get), dtype, keeps_norms=True) for name, layer in layers.items()
+    }
 
 
 def _magnitudes(layers: Mapping[str, Any], policies: Mapping[str, str]) -> dict[str, float]:
-    largest: dict[str, float] = {}
+    magnitudes: dict[str, float] = {}
     for name, layer in layers.items():
         for variable in _own(layer) if policies[name] in LOW else ():
-            values = np.abs(tf.convert_to_tensor(variable.value).numpy())
+            values = tf.convert_to_tensor(variable.value).numpy()
             if np.issubdtype(values.dtype, np.floating):
-                largest[f"{name}.{variable.name}"] = float(values[np.isfinite(values)].max(initial=0.0))
-    return largest
+                magnitudes[f"{name}.{variable.name}"] = shipping.largest(values)
+    return magnitudes
 
 
 def _made(

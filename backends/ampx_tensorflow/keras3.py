@@ -17,6 +17,7 @@ from ampx.session import new_group
 from . import casting, guard, history, masters, oplists, replicas
 from .device_scale import VariableLedger
 from .losses import is_computed
+from .names import plain
 from .step import LedgerOptimizer
 
 # The first loss scale of Keras's LossScaleOptimizer, and of TensorFlow's function that rewrites graphs.
@@ -131,7 +132,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """Call `apply` with pairs of gradients and variables; gives `iterations`."""
+        """Call `apply` with pairs of gradients and variables; return `iterations`."""
         pairs = list(grads_and_vars)
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         return self.iterations
@@ -139,7 +140,11 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     @tf.autograph.experimental.do_not_convert
     def ampx_apply_true(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Do what `apply` does with gradients that carry no scale, as `ampx run` gets them. Sync: as `apply`."""
-        self._take_true()
+        member = self.ampx_member
+        if member.group.enabled:
+            scale = self._ledger.factor(member.group, 0)
+            self._pending.carry(scale)
+            member.note_unscaled(scale)
         self.apply(grads, trainable_variables)
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -165,12 +170,8 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     def _sum(self, grads: Sequence[Any], variables: Any, aggregate: bool) -> Sequence[Any]:
         return replicas.summed(grads) if self._clips else grads  # Keras adds them up, but after clipping
 
-    def _check(self, grads: Sequence[Any]) -> Any:
-        return super()._check(grads if self._clips else replicas.with_headroom(grads))
-
-    def _clip(self, grads: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        grads, norm = super()._clip(grads)
-        return (replicas.shared(grads) if self._clips else grads), norm
+    def _are_finite(self, grads: Sequence[Any]) -> Any:
+        return super()._are_finite(grads if self._clips else replicas.with_headroom(grads))
 
     def _build(self, variables: Any) -> None:
         if self.keeps_masters and self.inner_optimizer.built:
@@ -188,7 +189,8 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
         owned = self._updated(variables) if self.keeps_masters else ()
         updated = [masters.of(variable) for variable in owned] if self.keeps_masters else variables
         with casting.off():
-            guard.native(self.inner_optimizer, "apply")(grads, trainable_variables=updated)
+            shared = replicas.shared(grads) if self._clips else grads
+            guard.native(self.inner_optimizer, "apply")(shared, trainable_variables=updated)
         masters.push(owned)
 
     @property
@@ -202,7 +204,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
         """Return whether the optimizer updates a variable; None where it was not built yet."""
         if not self.inner_optimizer.built:
             return None
-        return id(_plain(variable)) in {id(_plain(owned)) for owned in self._updated(None)}
+        return id(plain(variable)) in {id(plain(owned)) for owned in self._updated(None)}
 
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped."""
@@ -220,14 +222,14 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     def save_own_variables(self, store: Any) -> None:
         """Write the variables into a file of Keras, and the scales of losses of other ids than 0."""
         super().save_own_variables(store)
-        for loss_id, (scale, counters) in self._ledger.others.items():
-            store[f"loss_{loss_id}_scale"], store[f"loss_{loss_id}_counters"] = scale.numpy(), counters.numpy()
+        for name, variable in self._ledger.saved_others().items():
+            store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, here or in an optimizer of Keras's own."""
         own, names = {}, list(store.keys())
         for name in names:
-            variable = self._find_other(name)
+            variable = self._ledger.find_other(name)
             if variable is None:
                 own[name] = store[name]
             else:
@@ -249,7 +251,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AmpOptimizer:
-        """Return an optimizer made from what `get_config` gave, here or of a LossScaleOptimizer of Keras 2 or 3.
+        """Return an optimizer made from what `get_config` returned, here or of a LossScaleOptimizer of Keras 2 or 3.
 
         Raises:
             InvalidOptionError: It is the configuration of no such optimizer.
@@ -270,10 +272,6 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
                 config.pop("dynamic", True), config.pop("initial_scale", None), config.pop("dynamic_growth_steps", None)
             )
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
-
-
-def _plain(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def read_configuration(dynamic: bool, initial_scale: float | None, growth_steps: int | None) -> LossScale:

@@ -8,8 +8,8 @@ step; those that were not come as zeros, so that the sum tells about the first l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -18,16 +18,20 @@ from ampx.protocol import Member
 
 from . import gradients, replicas
 from .contexts import on_host
-
-if TYPE_CHECKING:
-    from .device_scale import VariableLedger
-    from .step import LedgerOptimizer
+from .device_scale import VariableLedger
 
 _SEVERAL_FUNCTIONS: Final = (
     "losses of several loss_ids of one step are scaled or stepped in several functions (here: {}), and only the one "
     "that scaled a loss knows whether its gradients are finite; accepted: all of a step in one function, or outside of "
     "functions. Move them together."
 )
+
+
+class Owner(Protocol):
+    """What is asked of an optimizer."""
+
+    def ampx_owns(self, variable: Any) -> bool | None:
+        """Return whether it updates a variable; None where it was not built yet."""
 
 
 class LossesByPlace:
@@ -41,7 +45,7 @@ class LossesByPlace:
         self._place = place  # the optimizer's in the ledger
         self._mixers: weakref.WeakKeyDictionary[Member, LossMixer] = weakref.WeakKeyDictionary()
 
-    def begin(self, optimizer: LedgerOptimizer, member: Member, loss_id: int, scale: Any) -> None:
+    def begin(self, optimizer: Owner, member: Member, loss_id: int, scale: Any) -> None:
         """Have a loss that is not the first of its step brought to the scale of the first.
 
         Raises:
@@ -61,7 +65,7 @@ class LossesByPlace:
         if mixer.first is None:
             self._check_nothing_waits(loss_id)
         mixer.begin(loss_id)
-        attach(scale, Bringer(optimizer, mixer, loss_id))
+        attach(scale, Bringer(optimizer, self._ledger.slots[self._place].pending, mixer, loss_id))
 
     def begin_without_body(self, member: Member) -> None:
         """Note a loss of id 0 whose gradients are not rescaled.
@@ -196,8 +200,9 @@ class _Other(NamedTuple):
 class Bringer:
     """Brings the gradients of one scaled loss to the loss scale that an optimizer's gradients carry."""
 
-    def __init__(self, optimizer: LedgerOptimizer, mixer: LossMixer, loss_id: int) -> None:
+    def __init__(self, optimizer: Owner, carried: Any, mixer: LossMixer, loss_id: int) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._carried = carried  # the variable of the scale that its gradients carry
         self._mixer = mixer
         self._step = mixer.steps
         self._loss_id = loss_id
@@ -205,7 +210,7 @@ class Bringer:
         self.changes = mixer.first not in (None, loss_id)
 
     @property
-    def optimizer(self) -> LedgerOptimizer | None:
+    def optimizer(self) -> Owner | None:
         """The optimizer of these gradients; None once it is gone."""
         return self._optimizer()
 
@@ -222,8 +227,8 @@ class Bringer:
         """
         if not self.changes:
             return grads
-        optimizer, mixer = self.optimizer, self._mixer
-        if optimizer is None or mixer.steps != self._step:
+        mixer = self._mixer
+        if self.optimizer is None or mixer.steps != self._step:
             raise ProtocolError(
                 f"scaled.gradient was called for a loss of loss_id={self._loss_id} after the step that it was scaled "
                 f"for (or after zero_grad); accepted: before it. Call scale_loss again."
@@ -239,7 +244,7 @@ class Bringer:
         rows = gradients.nonfinite(true, variables) if on_host() and not bool(finite) else ()
         mixer.note(self._loss_id, scale, finite, rows)
         # Not multiplied: see `gradients.unscale`.
-        brought = gradients.unscale(true, 1.0 / optimizer.ampx_carried())
+        brought = gradients.unscale(true, 1.0 / tf.convert_to_tensor(self._carried))
         return gradients.each(lambda values: tf.where(finite, values, tf.zeros_like(values)), brought)
 
 
@@ -297,12 +302,3 @@ def _owner(bringers: Sequence[Bringer], variable: Any) -> Bringer | None:
             f"optimizers. Call optimizer.build(variables) for each before the first step."
         )
     return unknown[0] if unknown else None
-
-
-def merged(outcomes: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
-    """Return by loss id whether all optimizers that used it found finite gradients."""
-    finite: dict[int, Any] = {}
-    for outcome in outcomes:
-        for loss_id, flag in outcome.items():
-            finite[loss_id] = tf.logical_and(finite[loss_id], flag) if loss_id in finite else flag
-    return finite

@@ -1,8 +1,8 @@
-"""The meter in functions: what an update did to a sample of every parameter.
+"""The meter of an optimizer: what an update did to a sample of every parameter.
 
-The counts are one variable, which the host reads when it looks. A step takes one of three branches: it is skipped,
-applied, or applied and looked at. Numbers are compared as bits: TensorFlow's kernels and compilers flush small floats
-to zero.
+Outside of functions core counts. In a function the counts are one variable, which the host reads when it looks, and a
+step takes one of three branches: it is skipped, applied, or applied and looked at. Numbers are compared as bits there:
+TensorFlow's kernels and compilers flush small floats to zero.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ampx.errors import UnsupportedByBackendError
 from ampx.formats import FORMATS, stride
-from ampx.protocol import METER_SAMPLES, ScaleGroup
+from ampx.protocol import ScaleGroup
+from ampx.rooms import METER_SAMPLES, make_meter
 
-from . import gradients
-from .replicas import read
+from . import gradients, masters
+from .contexts import on_host
+from .device_scale import VariableLedger
+from .pending import ReceivedGradients
+from .replicas import read, several
 
 if TYPE_CHECKING:
-    from ampx.numerics.host_meter import HostMeter
+    from ampx.numerics.host_meter import HostMeter, Sampled
     from ampx.numerics.meter import Meter
 
 _NUMBERS: Final = 4  # of a parameter: moved, unchanged, flushed, and the bits of the largest magnitude
@@ -44,29 +49,6 @@ class Leaf(NamedTuple):
     divided: bool = False
 
 
-def leaves(
-    variables: Sequence[Any], received: Sequence[Any], true: Sequence[Any], scaled: bool, divided: bool
-) -> Sequence[Leaf]:
-    """List what a step updates, with gradients that it holds anyway; () where there is none to look at.
-
-    Args:
-        variables: What is updated.
-        received: The gradients as the step was given them.
-        true: The same, divided by the loss scale.
-        scaled: Whether those that were received carry the loss scale.
-        divided: Whether the true ones were divided by it, here or before.
-    """
-    listed = []
-    for variable, before, after in zip(variables, received, true, strict=True):
-        if after is None or isinstance(after, tf.IndexedSlices) or not after.dtype.is_floating:
-            listed.append(Leaf(variable, None))
-        elif scaled and after.dtype in gradients.LOW:  # what flushed when it was divided does not come back
-            listed.append(Leaf(variable, before))
-        else:
-            listed.append(Leaf(variable, after, divided))
-    return listed if any(leaf.gradient is not None for leaf in listed) else ()
-
-
 class _Row(NamedTuple):
     name: str
     dtype: str
@@ -77,37 +59,91 @@ class _Row(NamedTuple):
         return -(-self.elements // stride(self.elements, METER_SAMPLES))
 
 
-class TracedMeter:
-    """Meters the steps that functions make with one optimizer."""
+class OptimizerMeter:
+    """The meter of one optimizer, in functions and outside of them.
 
-    def __init__(self, compute: str, host: HostMeter) -> None:
-        """Begin with no step of this compute dtype; `host` keeps what was read last."""
-        self._compute, self._host = compute, host
-        # Of each list of parameters the variable, and which step of it was read last.
+    Attributes:
+        host: The meter of steps outside of functions, which keeps what that of functions read, too.
+        observers: The same, for those steps; none where not every step updates.
+    """
+
+    def __init__(self, ledger: VariableLedger, compute: str, received: ReceivedGradients, accumulates: bool) -> None:
+        """Begin with no step of this compute dtype; where it `accumulates`, not every step updates."""
+        self.host: HostMeter = make_meter(compute, self._sample)
+        self.observers = () if accumulates else (self.host,)
+        self._ledger, self._compute, self._received = ledger, compute, received
+        # Of each list of parameters the variable that functions count in, and which step of it was read last.
         self._numbers: dict[tuple[_Row, ...], Any] = {}
         self._read: dict[tuple[_Row, ...], int] = {}
 
+    def _sample(self, optimizer: object, slopes: bool) -> list[Sampled]:
+        """Sample what the running step updates, and its gradients if `slopes`. Sync: one for each of them."""
+        variables = [masters.of(variable) for variable in self._received.variables]
+        return gradients.meter_samples(self._received.grads, variables, slopes)
+
+    def check(self) -> None:
+        """Raise where the meter was asked for, and cannot look."""
+        group = self._ledger.contexts.host
+        if not (group.meter_asked and group.meter_every):
+            return
+        reasons = {
+            "on several replicas, none of which has the sum of their gradients": several(),
+            "and accumulates gradients, of which ampx sees only micro-batches": not self.observers,
+            "in a function with others that share its loss scale": not on_host() and len(group.members) > 1,
+            "in a function with losses of several loss_ids": not on_host() and bool(self._ledger.others),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise UnsupportedByBackendError(
+                    f"amp.meter_every is {group.meter_every}, and the optimizer steps {reason}; accepted: one replica, "
+                    f"one optimizer with one loss scale of its own, and no gradient_accumulation_steps. Set "
+                    f"amp.meter_every = 0 before wrap_optimizer."
+                )
+
+    def leaves(
+        self, variables: Sequence[Any], received: Sequence[Any], unscaled: Sequence[Any], scaled: bool, divided: bool
+    ) -> Sequence[Leaf]:
+        """List what a step in a trace updates, with gradients that it holds anyway; () where the meter does not look.
+
+        Args:
+            variables: What is updated.
+            received: The gradients as the step was given them.
+            unscaled: The same, divided by the loss scale.
+            scaled: Whether those that were received carry the loss scale.
+            divided: Whether the unscaled ones were divided by it, here or before.
+        """
+        group = self._ledger.contexts.host
+        if not (group.meter_every and self.observers and self._ledger.moves_alone(group)):
+            return ()
+        # A third branch makes every small step some 1 % slower: only where it was asked for, or updates are lost.
+        low = any(tf.as_dtype(variable.dtype).base_dtype in gradients.LOW for variable in variables)
+        if not (group.meter_asked or low) or len(variables) != len(unscaled):  # of which the raw optimizer complains
+            return ()
+        listed = []
+        for variable, before, after in zip(variables, received, unscaled, strict=True):
+            if after is None or isinstance(after, tf.IndexedSlices) or not after.dtype.is_floating:
+                listed.append(Leaf(variable, None))
+            elif scaled and after.dtype in gradients.LOW:  # what flushed when it was divided does not come back
+                listed.append(Leaf(variable, before))
+            else:
+                listed.append(Leaf(variable, after, divided))
+        return listed if any(leaf.gradient is not None for leaf in listed) else ()
+
     def choose(
-        self,
-        finite: Any,
-        step: Any,
-        every: int,
-        scale: Any,
-        leaves: Sequence[Leaf],
-        skip: Callable[[], None],
-        apply: Callable[[], None],
+        self, finite: Any, scale: Any, leaves: Sequence[Leaf], skip: Callable[[], None], apply: Callable[[], None]
     ) -> None:
         """Trace a step that is skipped, applied, or applied and counted.
 
         Args:
             finite: Whether it is applied, a boolean scalar tensor.
-            step: Its number, counted from 1.
-            every: In every so many steps it counts.
             scale: The loss scale of the gradients.
             leaves: What is updated.
             skip: Skips the step.
             apply: Makes the update.
         """
+        step, every = self._ledger.next_step(), self._ledger.contexts.host.meter_every
+        if self.look not in self._ledger.followers:
+            self._ledger.followers.append(self.look)
         rows = tuple(
             _Row(gradients.name(leaf.variable), tf.as_dtype(leaf.variable.dtype).name, math.prod(leaf.variable.shape))
             for leaf in leaves
@@ -147,7 +183,7 @@ class TracedMeter:
                 continue
             self._read[rows] = step
             meter = _reading(bits, self._compute, rows)
-            self._host.note(meter)
+            self.host.note(meter)
             report(group, step, meter.lost, meter.flushed, meter.headroom)
 
 

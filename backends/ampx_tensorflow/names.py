@@ -87,33 +87,36 @@ def join(outer: str, inner: str) -> str:
     return f"{outer}{inner}" if not outer or outer.endswith(":") else f"{outer}.{inner}"
 
 
+def plain(variable: Any) -> Any:
+    """Return the variable of TensorFlow that one of Keras holds; another as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def parameters(model: Any) -> list[tuple[str, Any]]:
     """List the trainable variables of a model, or of a tree of variables, by name."""
     named: dict[int, tuple[str, Any]] = {}
-
-    def add(name: str, variable: Any) -> None:
-        plain = getattr(variable, "value", None) if isinstance(variable, keras.Variable) else variable
-        named.setdefault(id(variable), (name, plain))
-
     for name, module in walk(model):
-        if isinstance(module, keras.layers.Layer):
-            for variable in module._trainable_variables:
-                if variable.trainable:
-                    add(join(name, variable.name), variable)
-        elif isinstance(module, tf.Module) and not hasattr(module, "_flatten_layers"):
-            for path, variable in module._flatten(recursive=False, predicate=_is_trainable, with_path=True):
-                add(join(name, ".".join(map(str, path))), variable)
-        elif isinstance(module, (list, tuple, Mapping)):
-            pairs = module.items() if isinstance(module, Mapping) else enumerate(module)
-            for key, variable in pairs:
-                if _is_trainable(variable) or isinstance(variable, keras.Variable):
-                    add(join(name, str(key)), variable)
+        for own, variable in _variables(module):
+            named.setdefault(id(variable), (join(name, own), plain(variable)))
+    listed = {id(variable) for _, variable in named.values()}
     for variable in getattr(model, "trainable_variables", ()):
-        if id(variable) not in named and id(getattr(variable, "value", None)) not in {
-            id(plain) for _, plain in named.values()
-        }:
-            add(getattr(variable, "path", variable.name), variable)
+        if id(variable) not in named and id(plain(variable)) not in listed:
+            named[id(variable)] = getattr(variable, "path", variable.name), plain(variable)
+            listed.add(id(plain(variable)))
     return list(named.values())
+
+
+def _variables(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the trainable variables that a module itself holds, by their names in it."""
+    if isinstance(module, keras.layers.Layer):
+        yield from ((variable.name, variable) for variable in module._trainable_variables if variable.trainable)
+    elif isinstance(module, tf.Module) and not hasattr(module, "_flatten_layers"):
+        for path, variable in module._flatten(recursive=False, predicate=_is_trainable, with_path=True):
+            yield ".".join(map(str, path)), variable
+    elif isinstance(module, (list, tuple, Mapping)):
+        for key, variable in module.items() if isinstance(module, Mapping) else enumerate(module):
+            if _is_trainable(variable) or isinstance(variable, keras.Variable):
+                yield str(key), variable
 
 
 def _is_trainable(candidate: object) -> bool:

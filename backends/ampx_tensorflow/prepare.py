@@ -22,10 +22,7 @@ from .keras3 import AmpOptimizer
 
 # Normalization that computes in float32 on low-precision inputs by a mixed policy. Keras computes the others in the
 # compute dtype, some in older versions only, so that they get a policy in float32.
-_MIXED_NORMS: Final = (
-    keras.layers.BatchNormalization,
-    keras.layers.LayerNormalization,
-)
+_MIXED_NORMS: Final = (keras.layers.BatchNormalization, keras.layers.LayerNormalization)
 _FLOAT32_NORMS: Final = (
     keras.layers.GroupNormalization,  # before Keras 3.15
     keras.layers.RMSNormalization,
@@ -133,7 +130,8 @@ def _lower_layers(layer: Any, root: Any, plan: CastPlan) -> None:
     for each in layer._flatten_layers():
         if not _may_change(each):
             continue
-        policy, lowers = _policy(each, forced.get(id(each)), plan)
+        policy = policy_of(each, forced.get(id(each)), plan.dtype, plan.level == "O2")
+        lowers = policy == plan.dtype
         if lowers and not each.built:
             each.dtype_policy = f"mixed_{plan.dtype}"
             vars(each)["_post_build"] = partial(_when_built, each, root, plan)
@@ -158,16 +156,19 @@ def _may_change(layer: Any) -> bool:
     return floating and layer.quantization_mode is None
 
 
-def _policy(layer: Any, forced: str | None, plan: CastPlan) -> tuple[str, bool]:
-    """Return the name of a layer's policy, and whether its variables become low precision."""
+def policy_of(layer: Any, forced: str | None, dtype: str, keeps_norms: bool) -> str:
+    """Return the name of a layer's policy: `dtype` where its variables become low precision, too.
+
+    `forced` is the dtype that it, or a layer around it, was named for; `keeps_norms` keeps normalization in float32.
+    """
     if forced == "float32":
-        return "float32", False
-    if forced is None and plan.level == "O2":
+        return "float32"
+    if forced is None and keeps_norms:
         if isinstance(layer, _MIXED_NORMS):
-            return f"mixed_{plan.dtype}", False
+            return f"mixed_{dtype}"
         if isinstance(layer, _FLOAT32_NORMS):
-            return "float32", False
-    return plan.dtype, True
+            return "float32"
+    return dtype
 
 
 def _lower(variable: Any, plan: CastPlan) -> None:

@@ -14,7 +14,7 @@ def copies(variable: Any) -> Sequence[Any]:
 
     TensorFlow reads and writes a variable of a strategy in no other strategy's scope; its copies belong to none.
     """
-    held = variable.value if isinstance(variable, keras.Variable) else variable
+    held = variable.value if isinstance(variable, keras.Variable) else variable  # `names.plain`, without its call
     if not isinstance(held, tf.distribute.DistributedValues):
         return (variable,)
     local: Sequence[Any] = held.distribute_strategy.experimental_local_results(held)
@@ -75,7 +75,7 @@ def with_headroom(grads: Sequence[Any]) -> list[Any]:
 
 
 def shared(grads: Sequence[Any]) -> list[Any]:
-    """Divide gradients that `summed` gave among the replicas again: Keras's optimizers add them up."""
+    """Divide gradients that `summed` returned among the replicas again: Keras's optimizers add them up."""
     if not several():
         return list(grads)
     count = tf.distribute.get_replica_context().num_replicas_in_sync
@@ -91,7 +91,7 @@ def shared(grads: Sequence[Any]) -> list[Any]:
 def conditionally(
     finite: Any, if_finite: Callable[..., None], *args: Any, otherwise: Callable[[], None] | None = None
 ) -> None:
-    """Call a function on each replica where `finite`, which `everywhere` gave, is true, and another where it is not.
+    """Call a function on each replica where `finite`, of `everywhere`, is true, and another where it is not.
 
     Both change variables and return nothing; the first gets `args`, where tensors are those of the replica.
     """

@@ -13,9 +13,9 @@ from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 
-from . import casting, debug, devices, prepare, raw_steps
+from . import casting, debug, devices, prepare, unwrapped_steps
 from .reach import leaves_of
-from .trees import LOW
+from .trees import LOW, gradient_of
 from .wrapping import make_wrapper
 
 
@@ -72,6 +72,8 @@ class TorchBackend(ampx.Backend):
             nan = value != value
         # Only a message would need the name of a floating dtype, and spelling it takes as long as all of the above.
         attached = loss.requires_grad and torch.is_grad_enabled()  # what multiplies it would be detached
+        if attached and nan is False:
+            return _SOUND
         return LossInfo(elements, "floating" if floating else str(loss.dtype), floating, attached, nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
@@ -96,13 +98,13 @@ class TorchBackend(ampx.Backend):
     def watch_backward(self, loss: Any, scaled: Any) -> Callable[[], bool | None]:
         if _traced(loss):  # whose gradients are values: nobody calls backward on it
             return lambda: None
-        if raw_steps.follows():
-            raw_steps.follow(leaves_of([loss])[0].values())
+        if unwrapped_steps.follows():
+            unwrapped_steps.follow(leaves_of([loss])[0].values())
         loss.retain_grad()
         scaled.retain_grad()
 
         def answer() -> bool | None:
-            return scaled.grad is not None or (None if loss.grad is None else False)
+            return gradient_of(scaled) is not None or (None if gradient_of(loss) is None else False)
 
         return answer
 
@@ -114,6 +116,7 @@ class TorchBackend(ampx.Backend):
         return torch.stack([torch.as_tensor(scale, **options) for scale in scales]).amin()
 
 
+_SOUND: Final = LossInfo(1, "floating", True, True, False)  # nearly every loss
 # Whether a tensor stands for values inside a function that torch.func differentiates or maps.
 _traced: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_functorch_wrapped_tensor
 

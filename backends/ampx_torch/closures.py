@@ -40,7 +40,7 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
             f"between evaluations, which the model would not see. Use level='O1' with this optimizer."
         )
     member, mixer = owner.ampx_member, owner.mixer
-    if member.stage == "interrupted":
+    if member.stage in ("changing", "interrupted"):
         member.check_step()
     device_type = owner.device_type or "cpu"
     was_on = owner.device_type is not None and torch.is_autocast_enabled(device_type)
@@ -51,7 +51,7 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
         if not owner.collect_pending():
             return
         owner.check_and_unscale()
-        for loss_id, fine in owner.take_checked().items():
+        for loss_id, fine in owner.findings.take().items():
             finite[loss_id] = finite.get(loss_id, True) and fine
         if not all(finite.values()):
             member.begin_change()
@@ -82,7 +82,7 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
             check()
         member.begin_change()
         mixer.evaluating = member.mixes = True
-        result = owner.run_raw(evaluate)
+        result = owner.apply(False, None, evaluate)
     except _Overflow:
         before.restore()
         result = losses[-1] if losses else None

@@ -11,7 +11,7 @@ from ampx.backend import Array
 from ampx.formats import stride
 
 from .casting.module_rules import plain_name
-from .trees import stored
+from .trees import gradient_of, stored
 
 
 def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,9 +26,9 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
     Sync: one a device.
     """
     named = [
-        (name, parameter.grad)
+        (name, gradient)
         for name, parameter in name_parameters(optimizer.param_groups, model, optimizer.masters)
-        if parameter.grad is not None
+        if (gradient := gradient_of(parameter)) is not None
     ]
     counts: dict[torch.device, list[torch.Tensor]] = {}
     for _, gradient in named:
@@ -44,7 +44,7 @@ def sample_gradients(optimizer: Any, samples: int) -> list[tuple[str, tuple[int,
     Sync: one a gradient.
     """
     named = name_parameters(optimizer.param_groups, None, optimizer.masters)
-    return [(name, tuple(parameter.shape), _sample(parameter.grad, samples)) for name, parameter in named]
+    return [(name, tuple(parameter.shape), _sample(gradient_of(parameter), samples)) for name, parameter in named]
 
 
 def _sample(gradient: torch.Tensor | None, samples: int) -> Any:

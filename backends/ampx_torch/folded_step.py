@@ -2,8 +2,9 @@
 
 Torch's scaler rewrites all gradients to check them, once more to clip them, and its fused kernels write them again.
 Here they are read once, to check them and to know their norm; the kernel, which reads and writes them anyway,
-divides them by scale / clip coefficient. Gradients are true and clipped after the step, as they are without folding.
-What the reading cannot decide is left to torch's own check: a sum that overflows may come from finite gradients.
+divides them by scale / clip coefficient. After the step gradients are unscaled and clipped, as they are without
+folding. What the reading cannot decide is left to torch's own check: a sum that overflows may come from finite
+gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ EPSILON: Final = 1e-6
 class Folded(NamedTuple):
     """The arguments of a fused kernel."""
 
-    divisor: torch.Tensor | None  # of the gradients: a float32 scalar tensor; None where they are true as they are
+    divisor: torch.Tensor | None  # of the gradients: a float32 scalar tensor; None where it is 1
     # A float32 flag on the device that makes the kernel change nothing; None where the host knows.
     overflow: torch.Tensor | None
     norm: Any  # of the unscaled gradients: a float, or a float32 scalar on the device; None where not asked for

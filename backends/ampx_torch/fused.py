@@ -11,6 +11,8 @@ from torch.optim.sgd import sgd
 
 from ampx.errors import InvalidOptionError, UnsupportedByBackendError
 
+from .trees import gradient_of
+
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _MARKS: Final = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
@@ -115,7 +117,7 @@ def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     for group in optimizer.param_groups:
-        first = next((parameter for parameter in group["params"] if parameter.grad is not None), None)
+        first = next((parameter for parameter in group["params"] if gradient_of(parameter) is not None), None)
         if first is not None and group["momentum"] and optimizer.state.get(first, {}).get("momentum_buffer") is None:
             return True
     return False
@@ -155,7 +157,7 @@ def _without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
         return [], False
     states, parameters = optimizer.state, group["params"]
     without = [parameter for parameter in parameters if states.get(parameter, {}).get("momentum_buffer") is None]
-    late = [parameter for parameter in without if parameter.grad is not None]
+    late = [parameter for parameter in without if gradient_of(parameter) is not None]
     if len(without) == len(parameters):
         return [], True  # torch makes them, unless the step is skipped
     return late, len(late) < len(without)

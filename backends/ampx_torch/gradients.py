@@ -14,6 +14,7 @@ from ampx.protocol import NotCopied
 
 from .debug import name_parameters
 from .folded_step import EPSILON, is_large, is_plain, reads_finite
+from .trees import gradient_of
 
 # The reciprocal of a loss scale on a device, kept because scales change rarely.
 _Reciprocals = dict[torch.device, tuple[float, torch.Tensor]]
@@ -30,7 +31,6 @@ class GradientSet(NotCopied):
         self._optimizer = optimizer
         self._accepts_half = accepts_half
         self._parameters: list[torch.nn.Parameter] = []
-        self._identities: frozenset[int] = frozenset()
         self._buckets: list[list[torch.nn.Parameter]] = []
         self._reciprocals: _Reciprocals = {}
         self._flags: dict[torch.device, torch.Tensor] = {}
@@ -47,25 +47,20 @@ class GradientSet(NotCopied):
 
     def identities(self) -> frozenset[int]:
         """Return the ids of the parameters."""
-        self._follow()
-        return self._identities
-
-    def _follow(self) -> None:
-        """Sort the parameters again where they are others than before."""
-        parameters, before = self.parameters(), self._parameters
-        if len(parameters) != len(before) or not all(map(is_, parameters, before)):
-            self._sort(parameters)
+        return frozenset(map(id, self.parameters()))
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, one list a device, dtype and size: large or not."""
-        self._follow()
+        parameters, before = self.parameters(), self._parameters
+        if len(parameters) != len(before) or not all(map(is_, parameters, before)):
+            self._sort(parameters)
         for bucket in self._buckets:
             if bucket[0].dtype is not bucket[-1].dtype:  # the model was converted since
-                self._sort(self._parameters)
+                self._sort(parameters)
                 break
         collected = []
         for bucket in self._buckets:
-            gradients = [gradient for parameter in bucket if (gradient := parameter.grad) is not None]
+            gradients = [gradient for parameter in bucket if (gradient := gradient_of(parameter)) is not None]
             if gradients:
                 collected.append(gradients)
         return collected
@@ -75,7 +70,7 @@ class GradientSet(NotCopied):
         for parameter in parameters:
             buckets.setdefault(_kind(parameter), []).append(parameter)
         self._buckets = list(buckets.values())
-        self._parameters, self._identities = parameters, frozenset(map(id, parameters))
+        self._parameters = parameters
         on_cpu = [bucket for bucket in self._buckets if bucket[0].is_cpu]
         large = sum(parameter.numel() for bucket in on_cpu if is_large(bucket[0]) for parameter in bucket)
         self.reads_fast = 2 * large > sum(map(torch.Tensor.numel, parameters))
@@ -113,7 +108,9 @@ class GradientSet(NotCopied):
                 continue
             if self._unusual:
                 bucket = [_plain_values(gradient) for gradient in bucket]
-            self._unusual |= unscale_into(bucket, flag, self._reciprocal(device, scale))
+            kept = self._reciprocals.get(device)
+            reciprocal = kept[1] if kept is not None and kept[0] is scale else self._reciprocal(device, scale)
+            self._unusual |= unscale_into(bucket, flag, reciprocal)
             if grows:  # torch's kernel looks at what it divides, not at the quotient
                 unscale_into(bucket, flag, torch.ones_like(flag))
         return list(flags.values())
@@ -143,11 +140,9 @@ class GradientSet(NotCopied):
             # The same bits as torch's detour over float64: a float64 quotient of float32 numbers rounds to the
             # correctly rounded float32 quotient.
             return scale.to(device).reciprocal()
-        cached = self._reciprocals.get(device)
-        if cached is None or cached[0] != scale:
-            cached = (scale, torch.full((), 1.0 / scale, dtype=torch.float32, device=device))
-            self._reciprocals[device] = cached
-        return cached[1]
+        reciprocal = torch.full((), 1.0 / scale, dtype=torch.float32, device=device)
+        self._reciprocals[device] = (scale, reciprocal)
+        return reciprocal
 
 
 def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
@@ -218,7 +213,7 @@ def clip(
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:
         return None
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float32)
     plain = all([type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients])

@@ -18,8 +18,8 @@ from torch import nn
 
 from ampx.backend import Array, Backend, is_module
 from ampx.errors import ConversionError, InvalidOptionError
+from ampx.shipping import layers as shipping
 from ampx.shipping.converter import Conversion, Converted, Converter
-from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from .names import named
 from .prepare.low_precision_models import NORMS, CastArguments, CastOutputs
@@ -30,7 +30,7 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     """Convert a module; entries of `deny` may be classes of modules, too."""
     inner = _checked(model)
     device = next((tensor.device.type for tensor in _weights(inner).values()), "cpu")
-    check_computed(backend, device, conversion.dtype)
+    shipping.check_computed(backend, device, conversion.dtype)
     denied = _denied(inner, conversion.deny)
     try:
         copied = copy.deepcopy(inner)
@@ -48,16 +48,16 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     if conversion.dtype != "float32":
         _lower(copied, names, kept, conversion)
     inside = {part for module in kept for part in module.modules()}
-    return Converted(copied, leaves_first([name for module, name in names.items() if module not in inside]))
+    return Converted(copied, shipping.leaves_first([name for module, name in names.items() if module not in inside]))
 
 
 def infer(model: Any, batch: Any) -> Mapping[str, Array]:
     """Call a converted module; tensors of the batch are moved to its device."""
     device = next((tensor.device for tensor in _weights(model).values()), torch.device("cpu"))
-    args, kwargs = _moved(arguments(batch), device)
+    args, kwargs = _moved(shipping.arguments(batch), device)
     with torch.no_grad():
         outputs = model(*args, **kwargs)
-    return named_outputs(outputs, _array)
+    return shipping.named_outputs(outputs, _array)
 
 
 def _array(value: Any) -> Array | None:
@@ -89,12 +89,7 @@ def _checked(model: Any) -> nn.Module:
             f"Pass the module itself{', model.module' if wrapper else ''}."
         )
     weights = _weights(inner)
-    other = [name for name, tensor in weights.items() if tensor.is_floating_point() and tensor.dtype in LOW]
-    if other:
-        raise InvalidOptionError(
-            f"convert got a model with weights in low precision ({', '.join(other[:5])}), of which nothing can be told "
-            f"about float32; accepted: a float32 model. Load its checkpoint into one, and convert that."
-        )
+    shipping.check_float32([name for name, tensor in weights.items() if tensor.dtype in LOW])
     unready = [
         name for name, tensor in weights.items() if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter)
     ]
@@ -110,7 +105,7 @@ def _checked(model: Any) -> nn.Module:
 def _denied(model: nn.Module, deny: tuple[Any, ...]) -> frozenset[str]:
     names = {plain: module for module, plain in named(model).items()}
     classes = tuple(entry for entry in deny if inspect.isclass(entry) and issubclass(entry, nn.Module))
-    by_name = denied_names([entry for entry in deny if is_module(entry) or entry not in classes], names)
+    by_name = shipping.denied_names([entry for entry in deny if is_module(entry) or entry not in classes], names)
     return by_name | {name for name, module in names.items() if isinstance(module, classes)}
 
 
@@ -149,7 +144,7 @@ def _lower(model: nn.Module, names: Mapping[nn.Module, str], kept: Mapping[nn.Mo
                 lowered.setdefault(tensor, f"{name}.{key}" if name else key)
         if own:
             module.register_forward_pre_hook(CastArguments(dtype), prepend=True, with_kwargs=True)
-    check_fits(how.dtype, {name: _largest(tensor) for tensor, name in lowered.items()})
+    shipping.check_fits(how.dtype, {name: _largest(tensor) for tensor, name in lowered.items()})
     for tensor in lowered:
         tensor.data = tensor.data.to(dtype)
     for module in model.modules():

@@ -14,6 +14,8 @@ import torch
 from ampx.errors import ProtocolError
 from ampx.protocol import NotCopied
 
+from .trees import gradient_of
+
 if TYPE_CHECKING:
     from .step import AmpOptimizer
 
@@ -49,12 +51,12 @@ class LossMixer(NotCopied):
             self._new_evaluation = False
             _expect_no_gradients(owner)
             self._forget_losses()
-            owner.pending.checked = {}
+            owner.findings.checked = {}
             member.restart()
         if self.loss_id is None:
             if not member.factors or loss_id in member.factors:
                 return
-            if not owner.collect():  # they were cleared behind the wrapper's back, by model.zero_grad()
+            if not owner.collect():  # they were cleared by model.zero_grad()
                 member.drop_factors()
                 return
             owner.check_and_unscale()
@@ -64,7 +66,7 @@ class LossMixer(NotCopied):
         put_aside(owner, self.aside)
 
     def after(self, owner: AmpOptimizer) -> None:
-        """Make the new gradients true and add those put aside; only where there are several losses.
+        """Unscale the new gradients and add those put aside; only where there are several losses.
 
         A backward that gave no gradient does not count for its loss.
         """
@@ -85,7 +87,7 @@ class LossMixer(NotCopied):
         both = torch.stack([gradients.combine(flags), gradients.combine(sums)])
         if owner.process_group is not None:
             both = owner.agree(both)
-        earlier = list(owner.pending.checked.values())
+        earlier = list(owner.findings.checked.values())
         if owner.on_device:
             fine = gradients.combine([*earlier, both[0]]) == 0
             return torch.maximum(both[0], torch.where(fine, both[1], 0.0))
@@ -116,9 +118,10 @@ class LossMixer(NotCopied):
 def put_aside(owner: Any, aside: Aside) -> None:
     """Move the gradients of an optimizer to a list, with their parameters."""
     for parameter in owner.gradients.parameters():
-        if parameter.grad is not None:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
             # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
-            aside.append((parameter, parameter.grad.clone()))
+            aside.append((parameter, gradient.clone()))
     drop_gradients(owner)
 
 
@@ -126,11 +129,12 @@ def add_back(aside: Aside) -> None:
     """Add gradients that were put aside to those that are there."""
     with torch.no_grad():
         for parameter, gradient in aside:
-            if parameter.grad is None:
+            present = gradient_of(parameter)
+            if present is None:
                 parameter.grad = gradient
             else:
                 # In place, so that gradients which are views of a communication buffer stay so.
-                parameter.grad.add_(gradient)
+                present.add_(gradient)
 
 
 def drop_gradients(owner: Any) -> None:
@@ -143,7 +147,7 @@ def drop_gradients(owner: Any) -> None:
 
 
 def _expect_no_gradients(owner: AmpOptimizer) -> None:
-    """Raise where gradients of an earlier evaluation are left: they are true, and the new ones scaled."""
+    """Raise where gradients of an earlier evaluation are left: they are unscaled, and the new ones are not."""
     if any(bool(gradient.any()) for bucket in owner.gradients.collect() for gradient in bucket):
         raise ProtocolError(
             "the closure called scale_loss without clearing the gradients of its former evaluation; true and "

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampx.formats import FORMATS, stride
-from ampx.protocol import METER_SAMPLES, NotCopied, StepObserver
+from ampx.protocol import NotCopied, StepObserver
+from ampx.rooms import METER_SAMPLES
 
 from .debug import name_parameters
-from .trees import stored
+from .trees import gradient_of, stored
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
@@ -58,8 +59,10 @@ class UpdateMeter(StepObserver, NotCopied):
         self._counts: list[tuple[torch.Tensor, Any]] = []
 
     def before(self, optimizer: AmpOptimizer) -> bool:
-        """Count a step, and sample it if it is its turn; return whether there is something to look at after it."""
-        self._running = self._begin(optimizer)
+        """Count a step, and sample every hundredth; return whether there is something to look at after it."""
+        self._steps += 1
+        every = optimizer.ampx_member.group.meter_every
+        self._running = self._begin(optimizer) if every and self._steps % every == 0 else None
         return self._running is not None or bool(self._counts)
 
     def after(self, optimizer: AmpOptimizer, finite: Mapping[int, Any]) -> None:
@@ -73,15 +76,13 @@ class UpdateMeter(StepObserver, NotCopied):
         self._tell(optimizer)
 
     def _begin(self, optimizer: AmpOptimizer) -> Sample | None:
-        """Count a step; in every hundredth take a sample of gradients and weights, before anything is divided."""
-        self._steps += 1
-        every = optimizer.ampx_member.group.meter_every
-        if not every or self._steps % every or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        """Take a sample of gradients and weights, before anything is divided; none inside a CUDA graph capture."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
         member = optimizer.ampx_member
         scale: Any = member.factor if len(member.factors) == 1 else 1.0
-        parameters = [p for p in optimizer.gradients.parameters() if _is_dense(p.grad)]
-        gradients = _sampled([parameter.grad for parameter in parameters])
+        parameters = [p for p in optimizer.gradients.parameters() if _is_dense(gradient_of(p))]
+        gradients = _sampled([gradient_of(parameter) for parameter in parameters])
         if member.stage == "unscaled":  # the script looked at them
             gradients = {device: gradient * _on(scale, device) for device, gradient in gradients.items()}
         return Sample(self._steps, scale, parameters, gradients, _sampled(parameters))

@@ -85,5 +85,5 @@ def rescale(optimizer: AmpOptimizer, factor: Any) -> None:
             # What is not finite stays so, and is found again.
             flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
             unscale_into(bucket, flag, torch.as_tensor(factor / carried, dtype=torch.float32, device=flag.device))
-    optimizer.take_checked()
+    optimizer.findings.take()
     member.note_scaled(factor)

@@ -1,4 +1,4 @@
-"""Casting of tensors in tuples, lists and dicts."""
+"""Tensors: casting them in tuples, lists and dicts; what they store, and their gradients."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ DTYPES: Final[dict[Dtype, torch.dtype]] = {
     "float32": torch.float32,
 }
 LOW: Final = (torch.float16, torch.bfloat16)
+# Returns `.grad`, past what `ampx run` puts there to show scripts unscaled gradients.
+gradient_of: Final[Callable[[torch.Tensor], torch.Tensor | None]] = torch._C.TensorBase.grad.__get__
 
 
 def cast(tree: Any, dtype: torch.dtype, device: str | None = None, only: tuple[torch.dtype, ...] | None = None) -> Any:

@@ -14,7 +14,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, Member
 from ampx.scale_state import is_one
 
-from . import casting, fused as fusing, raw_steps
+from . import casting, fused as fusing, unwrapped_steps
 from .device_scale import DeviceLedger, TensorLedger
 from .device_scale.capture import CapturableLedger
 from .gradients import refuse_half
@@ -51,8 +51,8 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
             group.ledger = HOST_LEDGER
     session = options.get("session")
     if group.enabled and session is not None and not is_one(group.config):
-        raw_steps.watch(session)
-        session.at_shutdown(lambda: raw_steps.end(session))
+        unwrapped_steps.watch(session)
+        session.at_shutdown(lambda: unwrapped_steps.end(session))
     return AmpOptimizer(optimizer, member, options)
 
 

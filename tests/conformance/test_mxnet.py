@@ -1,8 +1,10 @@
 """The kit on MXNet."""
 
 import importlib.util
+import itertools
 import pathlib
 import random
+from typing import Any, ClassVar
 
 import pytest
 
@@ -10,8 +12,12 @@ if importlib.util.find_spec("mxnet") is None:
     pytest.skip("MXNet is not installed", allow_module_level=True)
 
 import numpy as np
+from interrupted_steps import InterruptedRegionSuite, InterruptedStepSuite, Training
 
+import ampx
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
+from ampx.testing.kit.orders import OrderTests
+from ampx.testing.kit.windows import PerLossTests
 from ampx_mxnet.compat import mx
 from ampx_mxnet.devices import describe
 from ampx_mxnet.dtypes import DTYPES, cast_tensor, name_of
@@ -212,6 +218,140 @@ class TestCpu(BackendSuite):
     harness = MXNetHarness
 
 
+class TestInFloat32(OrderTests, PerLossTests):
+    """MXNet adds gradients up by itself here; where bfloat16 is cast, ampx does."""
+
+    harness = MXNetHarness
+
+    def start(self, loss_scale=None, **options):
+        return super().start(loss_scale, **{"dtype": "float32", "level": "O0", **options})
+
+
+class MXNetTraining(Training):
+    def step(self, size):
+        if self.by != "update":
+            super().step(size)
+            return
+        for bench in self.benches:
+            bench.opt.allreduce_grads()
+            bench.opt.update(1)
+
+    def step_raw(self):
+        if self.benches[0].opt is not self.benches[0].raw:  # else it is taken over in place: there is no raw trainer
+            super().step_raw()
+
+    def look_after(self, place):
+        assert {bench.raw._scale for bench in self.benches} == {1.0}, place
+
+
+class TestInterruptedSteps(InterruptedStepSuite):
+    harness, training = MXNetHarness, MXNetTraining
+    session: ClassVar[Any] = {"level": "O0", "dtype": "float32"}
+    refusals = (ampx.AmpxError, UserWarning)  # MXNet's own, of gradients that it calls stale
+    takes_old_gradients = False
+    cases: ClassVar[Any] = {**InterruptedStepSuite.cases, "in place": {"in_place": True}}
+
+
+class WritingHarness(MXNetHarness):
+    """Has parameters whose gradients each backward overwrites."""
+
+    grad_req, contexts, numbers_of_parameters = "write", [mx.cpu(0)], itertools.count()
+
+    def parameter(self, values):
+        name = f"weight{next(self.numbers_of_parameters)}"  # several contexts are told apart by names
+        parameter = mx.gluon.Parameter(name, shape=(len(values),), grad_req=self.grad_req)
+        parameter.initialize(mx.init.Zero(), ctx=self.contexts)
+        parameter.set_data(mx.nd.array(values))
+        return parameter
+
+    def loss(self, parameters, gradients):
+        losses = []
+        with mx.autograd.record():
+            for context in self.contexts:
+                parts = []
+                for parameter, slopes in zip(parameters, gradients, strict=True):
+                    share = mx.nd.array([slope / len(self.contexts) for slope in slopes], ctx=context)
+                    parts.append(Pull(share)(parameter.data(context) * 1))
+                losses.append(sum(parts))
+        return losses
+
+    def backward(self, scaled, parameters):
+        mx.autograd.backward(scaled)
+
+    def numbers(self, tensor):
+        return [number for values in tensor.list_data() for number in values.asnumpy().tolist()]
+
+
+class TestInterruptedStepsThatOverwrite(TestInterruptedSteps):
+    harness = WritingHarness
+    cases: ClassVar[Any] = {
+        name: case
+        for name, case in TestInterruptedSteps.cases.items()
+        if not ("losses" in case or case.get("by") == "twice")
+    }
+
+
+class ContextsHarness(WritingHarness):
+    contexts: ClassVar[Any] = [mx.cpu(0), mx.cpu(1)]
+
+
+class TestInterruptedStepsOnContexts(TestInterruptedSteps):
+    harness = ContextsHarness
+    cases: ClassVar[Any] = {
+        "contexts": {},
+        "contexts, update": {"by": "update"},
+        "contexts, unscale and clip by hand": {"by": "unscale"},
+    }
+
+
+class AddingContextsHarness(ContextsHarness):
+    grad_req = "add"
+
+
+class TestInterruptedStepsThatAddOnContexts(TestInterruptedSteps):
+    harness = AddingContextsHarness
+    copies = (1, 2)  # a step adds the gradients of all contexts up, in each
+    cases: ClassVar[Any] = {"losses, contexts": {"losses": 2}}
+
+
+computes_bfloat16 = pytest.mark.skipif(
+    not describe("cpu").native | describe("cpu").emulated, reason="MXNet computes no bfloat16 on this CPU"
+)
+
+
+@computes_bfloat16
+class TestInterruptedStepsInBfloat16(TestInterruptedSteps):
+    """There ampx adds by itself: what it keeps aside for that must come back."""
+
+    session: ClassVar[Any] = {}
+    cases: ClassVar[Any] = {"accumulated": {"by": "twice"}}
+
+    def test_gradients_that_were_kept_aside_for_an_optimizer_that_is_gone_are_not_added_to_others(self, name):
+        for training, place in self.interruptions(name, 1):
+            (bench,), training.benches = training.benches, []
+            parameters, before = bench.parameters, bench.values()
+            del bench
+            for parameter in parameters:
+                parameter.grad_req = "write"
+            trainer = mx.gluon.Trainer(parameters, "sgd", {"learning_rate": 0.5})
+            with mx.autograd.record():
+                loss = sum((parameter.data() * 5).sum() for parameter in parameters)
+            loss.backward()
+            trainer.step(1)
+            after = [self.subject.numbers(parameter) for parameter in parameters]
+            assert after == [pytest.approx([value - 2.5 for value in values], abs=1e-5) for values in before], place
+
+
+@computes_bfloat16
+class TestInterruptedRegions(InterruptedRegionSuite):
+    harness = MXNetHarness
+    refusals = TestInterruptedSteps.refusals
+    process_wide = (True,)  # entering the first region takes thousands of lines: tests/mxnet/test_interruptions.py
+
+    def look(self):
+        return self.subject.computes_in()  # functions that cast stay in place as long as somebody may need them
+
+
 class TestFuzz(FuzzSuite):
     harness = MXNetHarness
     steps = 100  # each takes longer than ten without a framework
@@ -242,9 +382,7 @@ class TestPlugin(PluginSuite):
 
 # What is on file is what a CPU with bfloat16 showed. Where there is none, the kit tests that it is refused, above.
 @pytest.mark.bfloat16
-@pytest.mark.skipif(
-    not describe("cpu").native | describe("cpu").emulated, reason="MXNet computes no bfloat16 on this CPU"
-)
+@computes_bfloat16
 class TestMatrix(MatrixSuite):
     harness = MXNetHarness
 

@@ -1,8 +1,11 @@
 """The kit on PaddlePaddle."""
 
+import functools
+import math
 import pathlib
 import random
 import warnings
+from typing import Any, ClassVar
 
 import pytest
 
@@ -10,8 +13,11 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle says so on import
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
+from interrupted_steps import ClosureTraining, InterruptedStepSuite, Training
+
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
 from ampx_paddle import devices
+from ampx_paddle.scaler import GradScaler
 from matrix import MatrixSuite
 from transfer import TransferSuite
 
@@ -164,6 +170,54 @@ class PaddleHarness(Harness):
 
 class TestCpu(BackendSuite):
     harness = PaddleHarness
+
+
+class TestInterruptedSteps(InterruptedStepSuite):
+    harness = PaddleHarness
+    session: ClassVar[Any] = {"level": "O0"}
+    cases: ClassVar[Any] = {
+        **InterruptedStepSuite.cases,
+        "never cleared": {"clears": False},
+        "closure": {"by": "closure"},
+    }
+
+
+class ScalerTraining(Training):
+    """A script with the scaler that Paddle's documents have."""
+
+    @functools.cached_property
+    def scaler(self):
+        return GradScaler(*(bench.opt for bench in self.benches))
+
+    @property
+    def parts(self):
+        """A loss may be scaled whose backward did not come; Paddle steps with the zeros that clearing left."""
+        return [0.0, *super().parts]
+
+    def scaled_backward(self, loss, loss_id, parameters):
+        self.scaler.scale(loss).backward()
+
+    def step(self, size):
+        for bench in self.benches:
+            self.scaler.step(bench.opt)
+            self.scaler.update()
+
+
+class TestInterruptedStepsOfAScaler(TestInterruptedSteps):
+    training = ScalerTraining
+    cases: ClassVar[Any] = {"scaler": {}}
+
+
+class LbfgsHarness(PaddleHarness):
+    def optimizer(self, parameters, momentum):
+        return paddle.optimizer.LBFGS(0.5, max_iter=2, parameters=parameters)
+
+
+# Paddle's LBFGS copies a tensor in a way that Paddle warns of.
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+class TestInterruptedLbfgs(TestInterruptedSteps):
+    harness, training = LbfgsHarness, ClosureTraining
+    cases: ClassVar[Any] = {"LBFGS": {"by": "closure"}, "LBFGS, overflow": {"by": "closure", "third": math.inf}}
 
 
 class TestFuzz(FuzzSuite):

@@ -1,6 +1,7 @@
 """The kit on TensorFlow with Keras."""
 
 import importlib.util
+import math
 import pathlib
 import random
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ if importlib.util.find_spec("tensorflow") is None:
 
 import keras
 import tensorflow as tf
+from interrupted_steps import InterruptedRegionSuite, InterruptedStepSuite, Training
 
 import ampx
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
@@ -214,6 +216,59 @@ class TestOutsideTheTape(BackendSuite):
 class TestInsideTheTape(BackendSuite):
     harness = InsideTheTape
     hypothesis = settings(FEW, max_examples=5)  # where a loss is scaled changes no schedule
+
+
+class TensorFlowTraining(Training):
+    def unscale(self, bench):
+        bench.pending = bench.opt.get_unscaled_gradients(bench.pending)
+
+    def apply(self, bench, opt):
+        opt.apply_gradients(zip(bench.pending, bench.parameters, strict=True))
+
+    def step_raw(self):
+        pending = [bench.opt.ampx_pending for bench in self.benches]
+        if self.by == "unscale" or any(bench.pending is None for bench in self.benches):
+            return
+        for bench, refuses in zip(self.benches, pending, strict=True):
+            if refuses:
+                with pytest.raises(ampx.RawStepError):
+                    self.apply(bench, bench.raw)
+        # Not pending: the step was complete, or its gradients were never made.
+        assert all(pending) or len(pending) > 1 or not self.stand_at(self.plainly()) or not self.is_finite
+
+
+class TestInterruptedSteps(InterruptedStepSuite):
+    harness, training = TensorFlowHarness, TensorFlowTraining
+    session: ClassVar[Any] = {"level": "O0", "dtype": "float32"}
+    stride, thorough, few = 97, 1, 3
+    takes_old_gradients = False
+    timed_out = ("plain", "overflow")
+
+
+class TfKerasHarness(TensorFlowHarness):
+    def optimizer(self, parameters, momentum):
+        tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed")
+        return tf_keras.optimizers.SGD(0.5, momentum=0.5 if momentum else 0.0)
+
+
+class TestInterruptedStepsOfTfKeras(TestInterruptedSteps):
+    harness = TfKerasHarness
+    timed_out = ()
+    cases: ClassVar[Any] = {"plain": {}, "overflow": {"third": math.inf}}
+
+
+class OldHarness(TensorFlowHarness):
+    def optimizer(self, parameters, momentum):
+        return tf.compat.v1.train.MomentumOptimizer(0.5, 0.5 if momentum else 0.0)
+
+
+class TestInterruptedStepsOfTensorFlow1(TestInterruptedStepsOfTfKeras):
+    harness = OldHarness
+
+
+class TestInterruptedRegions(InterruptedRegionSuite):
+    harness, training = TensorFlowHarness, TensorFlowTraining
+    acts = (*InterruptedRegionSuite.acts, "off inside on")
 
 
 # Not inside the tape: it would record every operation of a script, and take three times as long.

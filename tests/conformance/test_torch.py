@@ -1,5 +1,6 @@
 """The kit on PyTorch."""
 
+import math
 import pathlib
 from typing import Any, ClassVar
 
@@ -8,7 +9,11 @@ from hypothesis import settings
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from interrupted_steps import ClosureTraining, InterruptedRegionSuite, InterruptedStepSuite, Training  # noqa: E402
+
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite  # noqa: E402
+from ampx.testing.kit.windows import AccumulationTests, GroupTests, PerLossTests, SkipTests  # noqa: E402
+from ampx_torch.casting import lstm  # noqa: E402
 from matrix import MatrixSuite  # noqa: E402
 from transfer import TransferSuite  # noqa: E402
 
@@ -149,6 +154,125 @@ class TestBfloat16(BackendSuite):
 class TestFloat16(BackendSuite):
     harness = Float16Harness
     hypothesis = FEW
+
+
+class FusedHarness(TorchHarness):
+    def optimizer(self, parameters, momentum):
+        return torch.optim.SGD(parameters, lr=0.5, momentum=0.5 if momentum else 0.0, fused=True)
+
+
+class TestScaleOnTheDevice(SkipTests, AccumulationTests, GroupTests, PerLossTests):
+    harness = FusedHarness
+
+    def bench(self, amp, momentum=False, **options):
+        return super().bench(amp, momentum, device_scale=True, **options)
+
+    def group(self, amp):
+        return super().group(amp, device_scale=True)
+
+
+@pytest.fixture(autouse=True)
+def _casts_are_kept():
+    """What was interrupted may leave torch's cache of casts off."""
+    yield
+    torch.set_autocast_cache_enabled(True)
+
+
+class TestInterruptedSteps(InterruptedStepSuite):
+    harness = TorchHarness
+    session: ClassVar[Any] = {"process_wide": False}
+    stride, thorough = 16, 1
+    packages = ("ampx", "ampx_apex", "ampx_torch")
+    cases: ClassVar[Any] = {
+        **InterruptedStepSuite.cases,
+        "closure": {"by": "closure"},
+        "fused": {"fused": "auto"},
+        "fused on the device": {"fused": "auto", "device_scale": True},
+        "fused on the device, overflow": {"fused": "auto", "device_scale": True, "third": math.inf},
+        "fused on the device, clipped": {"fused": "auto", "device_scale": True, "max_grad_norm": 1e6},
+    }
+
+
+class LargeHarness(TorchHarness):
+    """Has parameters so large that a gradient is read before the kernel divides it; all elements are the same."""
+
+    def parameter(self, values):
+        return torch.nn.Parameter(torch.full((2**16,), values[0]))
+
+    def loss(self, parameters, gradients):
+        return sum(
+            Pull.apply(p, torch.full_like(p, slopes[0])) for p, slopes in zip(parameters, gradients, strict=True)
+        )
+
+    def numbers(self, tensor):
+        return tensor.detach().unique().tolist()
+
+
+class TestInterruptedFoldedSteps(TestInterruptedSteps):
+    harness = LargeHarness
+    cases: ClassVar[Any] = {"folded": {"fused": "auto"}, "folded, clipped": {"fused": "auto", "max_grad_norm": 1e6}}
+
+
+class HookedHarness(TorchHarness):
+    def optimizer(self, parameters, momentum):
+        raw = super().optimizer(parameters, momentum)
+        raw.register_step_pre_hook(lambda *_: None)
+        return raw
+
+
+class TestInterruptedStepsWithHooks(TestInterruptedSteps):
+    harness = HookedHarness
+    cases: ClassVar[Any] = {"hooks": {"max_grad_norm": 1e6}}
+
+
+class LbfgsHarness(TorchHarness):
+    def optimizer(self, parameters, momentum):
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=2)
+
+
+class TestInterruptedLbfgs(TestInterruptedSteps):
+    harness, training = LbfgsHarness, ClosureTraining
+    cases: ClassVar[Any] = {"LBFGS": {"by": "closure"}, "LBFGS, overflow": {"by": "closure", "third": math.inf}}
+
+
+class MasterTraining(Training):
+    """Of a model with low-precision parameters: what the optimizer updates are its masters."""
+
+    def make(self):
+        bench = super().make()
+        model = torch.nn.ParameterList(bench.parameters)
+        self.amp.prepare(model, bench.raw)
+        bench.parameters = list(model)
+        return bench
+
+    def values(self, bench):
+        return [master.tolist() for group in bench.raw.param_groups for master in group["params"]]
+
+    def look_after(self, place):
+        for bench in self.benches:
+            for own, master in bench.opt.masters.pairs:
+                assert torch.equal(own, master.to(own.dtype)), place
+
+
+class TestInterruptedStepsOfMasters(TestInterruptedSteps):
+    training = MasterTraining
+    session: ClassVar[Any] = {"process_wide": False, "level": "O2"}
+    cases: ClassVar[Any] = {"masters": {}, "masters, overflow": {"third": math.inf}}
+
+
+class TestInterruptedRegions(InterruptedRegionSuite):
+    harness = TorchHarness
+    packages = TestInterruptedSteps.packages
+    stride, region_stride = 4, 3
+
+    @pytest.fixture(autouse=True)
+    def _own_lstm_kernel(self, monkeypatch):
+        """Take away what interruptions leave in force of the LSTM's kernel, which computes what torch's does."""
+        installed = lstm._Installed()
+        monkeypatch.setattr(lstm, "_installed", installed)
+        yield
+        if installed.library is not None:
+            installed.library._destroy()
 
 
 class TestFuzz(FuzzSuite):

@@ -26,10 +26,6 @@ KNOWN = {
         ): "the state of apex.amp holds its scalers, which scripts reach from both ends",
     },
     "ampx_paddle": {("run.manager", "run.static"): RUN_TYPES},
-    "ampx_tensorflow": {
-        ("device_scale", "losses", "losses_by_id", "step"): STEP_TYPES,
-        ("run.debugging", "run.manager", "run.operations", "run.own_gradients"): RUN_TYPES,
-    },
     "ampx_torch": {
         ("closures", "losses_by_id", "meter", "step"): STEP_TYPES,
         ("run.manager", "run.modules", "run.native", "run.operations"): RUN_TYPES,

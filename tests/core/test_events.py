@@ -19,23 +19,6 @@ def trainer(alpha, make_trainer):
     return make_trainer(alpha)
 
 
-def test_events_tell_steps_and_scales(trainer):
-    seen = []
-    remove = ampx.on_event(seen.append)
-    for gradient in (1.0, 1.0, INF, 1.0):
-        trainer.step(gradient)
-    common = {"framework": "alpha", "group": 0, "loss_id": 0}
-    assert seen == [
-        ampx.ScaleChanged(**common, step=2, scale=8.0, next_scale=16.0, consecutive_skips=0),
-        ampx.StepSkipped(**common, step=3, scale=16.0, next_scale=8.0, consecutive_skips=1),
-        ampx.ScaleChanged(**common, step=3, scale=16.0, next_scale=8.0, consecutive_skips=1),
-    ]
-    remove()
-    remove()
-    trainer.step(INF)
-    assert len(seen) == 3
-
-
 def test_removing_one_registration_twice_leaves_the_other(trainer):
     seen = []
     remove = ampx.on_event(seen.append)
@@ -58,22 +41,6 @@ def test_a_skip_at_the_lowest_scale_is_told_without_a_change(alpha, make_trainer
     ampx.on_event(seen.append)
     trainer.step(INF)
     assert seen == [ampx.StepSkipped("alpha", 0, 0, 1, 4.0, 4.0, 1)]
-
-
-def test_the_plugin_hook_receives_the_same_events(trainer):
-    heard, seen = [], []
-
-    @ampx.hookimpl
-    def ampx_event(event):
-        heard.append(event)
-
-    plugin = types.ModuleType("listening")
-    plugin.ampx_event = ampx_event
-    ampx.register_plugin(plugin)
-    ampx.on_event(seen.append)
-    trainer.step(INF)
-    assert heard == seen
-    assert len(heard) == 2
 
 
 def test_a_collapse_is_told_once_with_one_warning_that_names_the_parameters(trainer):
@@ -192,24 +159,6 @@ class Scheduler:
         self.steps.append((args, kwargs))
 
 
-def test_the_gate_opens_only_after_applied_steps(trainer):
-    scheduler = Scheduler()
-    gate = ampx.gate(scheduler, trainer.opt)
-    assert gate.step() is False  # before the first step
-    trainer.step(1.0)
-    assert gate.step(3, metric=4) is True
-    trainer.step(INF)
-    assert gate.step() is False
-    trainer.opt.step()  # no gradients
-    assert gate.step() is False
-    trainer.step(1.0)
-    assert gate.step() is True
-    assert scheduler.steps == [((3,), {"metric": 4}), ((), {})]
-    assert gate.last_lr == 0.5
-    with pytest.raises(AttributeError):
-        _ = gate.no_such_thing
-
-
 def test_what_is_set_on_a_gate_is_the_scheduler_s(trainer):
     scheduler = Scheduler()
     gate = ampx.gate(scheduler, trainer.opt)
@@ -233,16 +182,6 @@ def test_a_library_may_replace_the_step_of_a_gate(trainer):
 def test_a_gate_that_waits_for_nobody_is_refused(trainer):
     with pytest.raises(ampx.InvalidOptionError, match="wait for nobody"):
         ampx.gate(Scheduler(), [])
-
-
-def test_the_gate_waits_for_all_its_optimizers(trainer, alpha, make_trainer):
-    other, scheduler = make_trainer(alpha), Scheduler()
-    gate = ampx.gate(scheduler, [trainer.opt, other.opt])
-    trainer.step(1.0)
-    other.step(INF)
-    assert gate.step() is False
-    other.step(1.0)
-    assert gate.step() is True
 
 
 @pytest.mark.parametrize("verb", ["update", "update_parameters"])

@@ -10,7 +10,7 @@ import pytest
 import ampx
 from ampx.loggers.log import Log
 from ampx.plugins import default_registry
-from ampx.session import sessions
+from ampx.protocol import ScaleGroup
 
 
 class Recorder:
@@ -31,7 +31,7 @@ class Recorder:
 def _no_log_left(_isolated):
     yield
     ampx.shutdown()
-    assert sessions.intervals == []
+    assert ScaleGroup.observer is None
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_two_logs_have_intervals_of_their_own(training):
     training.step()
     assert (often.steps, rarely.steps) == ([2, 4, 6], [3, 6])
     assert [event.step for event in heard] == [2, 3, 4, 6]
-    assert sessions.intervals == []
+    assert ScaleGroup.observer is None
 
 
 def test_a_plugin_is_a_target_and_is_registered_as_long_as_it_is_one(training):
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_goes_back_begins_the_count_anew(training):
 def test_a_target_that_is_none_is_refused(training, target):
     with pytest.raises(ampx.InvalidOptionError, match=r"log_to got .*; accepted: a path that ends in \.jsonl, .*Pass"):
         ampx.log_to(target)
-    assert sessions.intervals == []
+    assert ScaleGroup.observer is None
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, None, "10"])

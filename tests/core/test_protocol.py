@@ -39,44 +39,6 @@ def stand(trainer):
 # -- steps ----------------------------------------------------------------------------------------------
 
 
-def test_a_step_applies_the_true_gradient(trainer):
-    result = trainer.step(0.5)
-    assert trainer.param.value == -0.5
-    assert result == ampx.StepResult(True, True, 1024.0, 1024.0, 0, None)
-
-
-@pytest.mark.parametrize("gradient", [INF, -INF, math.nan])
-def test_a_skipped_step_touches_nothing_but_the_scale(trainer, gradient):
-    trainer.step(2.0)
-    result = trainer.step(gradient)
-    assert (trainer.param.value, trainer.raw.updates) == (-2.0, 1)
-    assert result == ampx.StepResult(False, False, 1024.0, 512.0, 1, None)
-
-
-def test_the_scale_moves_only_after_the_step_that_decides_it(trainer):
-    scales = []
-    for gradient in (1.0, 1.0, 1.0, INF, 1.0):
-        result = trainer.step(gradient)
-        scales.append((result.scale, result.next_scale))
-    assert scales == [(1024, 1024), (1024, 1024), (1024, 2048), (2048, 1024), (1024, 1024)]
-
-
-def test_an_overflow_inside_an_accumulation_window_drops_the_window(trainer):
-    for gradient in (1.0, INF, 1.0):
-        trainer.backward(gradient)
-    trainer.opt.step()
-    assert not trainer.opt.last_step.applied
-    assert (trainer.param.value, trainer.opt.loss_scale) == (0.0, 512.0)
-
-
-def test_accumulated_gradients_share_a_scale_and_count_once(trainer):
-    for _ in range(4):
-        trainer.backward(0.25)
-    trainer.opt.step()
-    assert trainer.param.value == -1.0
-    assert ampx.state_dict(trainer.opt)["groups"][0]["losses"][0]["growth_tracker"] == 1
-
-
 def unreached(call):
     """Return the warnings of a call that no gradient came."""
     with warnings.catch_warnings(record=True) as caught:
@@ -163,120 +125,7 @@ def test_a_disabled_session_does_not_warn(alpha, make_trainer):
     assert not unreached(lambda: [a_step_on_a_copy(trainer) for _ in range(5)])
 
 
-def test_a_step_without_scale_loss_is_refused(trainer):
-    trainer.param.grad = 1.0
-    before = stand(trainer)
-    with pytest.raises(ampx.NotScaledError):
-        trainer.opt.step()
-    assert stand(trainer) == before
-
-
-def test_a_second_step_on_the_same_gradients_is_refused(trainer):
-    trainer.backward()
-    trainer.opt.step()
-    before = stand(trainer)
-    with pytest.raises(ampx.NotScaledError):
-        trainer.opt.step()
-    assert stand(trainer) == before
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_a_step_without_gradients_is_not_counted(trainer, scaled):
-    if scaled:
-        trainer.backward()
-        trainer.param.grad = None
-    before = ampx.state_dict()
-    trainer.opt.step()
-    assert trainer.opt.last_step == ampx.StepResult(False, True, 1024.0, 1024.0, 0)
-    assert (ampx.state_dict(), trainer.opt.ampx_member.stage) == (before, "idle")
-
-
-def test_zero_grad_forgets_pending_gradients(trainer):
-    trainer.backward(INF)
-    trainer.opt.zero_grad()
-    assert trainer.opt.loss_scale == 1024.0
-    trainer.param.grad = 1.0
-    with pytest.raises(ampx.NotScaledError):
-        trainer.opt.step()
-
-
-def test_zero_grad_inside_the_body_keeps_the_scale_of_what_follows(trainer, alpha):
-    with ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt) as scaled:
-        trainer.opt.zero_grad()
-        scaled.backward()
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
-
-
-def test_after_a_failing_framework_step_nothing_goes_on_until_the_gradients_are_cleared(trainer, alpha):
-    trainer.backward(2.0)
-    alpha.fails_to_apply = True
-    before = ampx.state_dict()
-    with pytest.raises(RuntimeError, match="the framework failed"):
-        trainer.opt.step()
-    alpha.fails_to_apply = False
-    for call in (trainer.opt.step, trainer.backward, lambda: ampx.unscale(trainer.opt)):
-        with pytest.raises(ampx.ProtocolError, match="interrupted"):  # how much the framework applied, nobody knows
-            call()
-    assert (ampx.state_dict(), trainer.param.value) == (before, 0.0)
-    trainer.opt.zero_grad()
-    trainer.step(3.0)
-    assert trainer.param.value == -3.0
-
-
-def test_the_update_runs_with_casting_off(trainer, alpha):
-    seen = []
-    update = trainer.raw.update
-    trainer.raw.update = lambda grads: (seen.append(alpha.casting), update(grads))
-    trainer.step()
-    with ampx.autocast():
-        trainer.step()
-        seen.append(alpha.casting)
-    assert seen == [None, None, "float16"]
-
-
 # -- unscale and clip -----------------------------------------------------------------------------------
-
-
-def test_unscale_is_idempotent_until_the_step(trainer):
-    trainer.backward(2.0)
-    ampx.unscale(trainer.opt)
-    ampx.unscale([trainer.opt])
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
-
-
-def test_scale_loss_after_unscale_is_refused(trainer):
-    trainer.backward(2.0)
-    ampx.unscale(trainer.opt)
-    before = stand(trainer)
-    with pytest.raises(ampx.ProtocolError, match="after unscale"):
-        trainer.backward(2.0)
-    assert stand(trainer) == before
-
-
-@pytest.mark.parametrize("call", [ampx.unscale, lambda opt: ampx.clip_grad_norm(opt, 1.0)])
-def test_unscale_without_scale_loss_is_refused(trainer, call):
-    trainer.param.grad = 4.0
-    with pytest.raises(ampx.NotScaledError):
-        call(trainer.opt)
-    assert trainer.opt.ampx_member.stage == "idle"
-
-
-def test_clip_grad_norm_returns_the_true_norm_and_the_step_applies_the_clipped(trainer):
-    trainer.backward(8.0)
-    assert ampx.clip_grad_norm(trainer.opt, 2.0) == 8.0
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
-    assert trainer.opt.last_step.grad_norm == 8.0
-
-
-def test_max_grad_norm_and_value_clip_true_gradients(amp, alpha, make_trainer):
-    by_norm = make_trainer(alpha, max_grad_norm=2.0)
-    assert by_norm.step(8.0).grad_norm == 8.0
-    by_value = make_trainer(alpha, max_grad_value=3.0)
-    by_value.step(-8.0)
-    assert (by_norm.param.value, by_value.param.value) == (-2.0, 3.0)
 
 
 @pytest.mark.parametrize("bound", [0, -1.0, math.nan, "1", True, None])
@@ -317,21 +166,6 @@ def test_clipping_that_is_not_declared_is_refused_at_once(make_framework, make_t
     assert stand(trainer) == before
 
 
-@pytest.mark.parametrize("call", ["unscale", "clip_grad_norm", "gate", "scale_loss", "state_dict", "load_state_dict"])
-def test_a_raw_optimizer_is_refused_by_every_call(trainer, alpha, call):
-    raw = alpha.Sgd()
-    calls = {
-        "unscale": lambda: ampx.unscale(raw),
-        "clip_grad_norm": lambda: ampx.clip_grad_norm(raw, 1.0),
-        "gate": lambda: ampx.gate(object(), raw),
-        "scale_loss": lambda: ampx.scale_loss(alpha.Loss(), raw),
-        "state_dict": lambda: ampx.state_dict(raw),
-        "load_state_dict": lambda: ampx.load_state_dict(ampx.state_dict(), raw),
-    }
-    with pytest.raises(ampx.NotWrappedError, match=f"^{call} got"):
-        calls[call]()
-
-
 # -- scale_loss -----------------------------------------------------------------------------------------
 
 
@@ -362,21 +196,6 @@ def test_what_is_no_loss_is_refused(trainer, loss):
     assert stand(trainer) == before
 
 
-def test_no_optimizer_at_all_is_refused(trainer, alpha):
-    with pytest.raises(ampx.InvalidOptionError, match="empty list"), ampx.current().scale_loss(alpha.Loss(), []):
-        pytest.fail("the body ran")
-
-
-def test_a_scaled_loss_is_not_scaled_again(trainer, alpha):
-    with ampx.scale_loss(alpha.Loss((trainer.param, 1.0)), trainer.opt) as scaled:
-        scaled.backward()
-    trainer.opt.step()
-    before = stand(trainer)
-    with pytest.raises(ampx.AlreadyScaledError), ampx.scale_loss(scaled, trainer.opt):
-        pytest.fail("the body ran")
-    assert stand(trainer) == before
-
-
 def test_a_scaled_loss_without_weak_references_is_known_until_the_step(amp, trainer, alpha, monkeypatch):
     monkeypatch.setattr(alpha.Backend, "scale", lambda self, loss, scale: 0.25 * scale)  # a float, as backends may
     for _ in range(2):
@@ -398,32 +217,11 @@ def test_scaled_losses_are_not_kept_alive_and_not_remembered_for_ever(amp, train
     assert len(amp.scaled) < 100
 
 
-def test_lists_and_dicts_of_losses_keep_their_shape(trainer, alpha):
-    losses = {"a": alpha.Loss((trainer.param, 1.0)), "b": [alpha.Loss((trainer.param, 2.0))]}
-    with ampx.scale_loss(losses, trainer.opt) as scaled:
-        assert list(scaled) == ["a", "b"]
-        scaled["a"].backward()
-        scaled["b"][0].backward()
-    trainer.opt.step()
-    assert trainer.param.value == -3.0
-
-
 def test_the_loss_is_scaled_in_float32_with_casting_off(trainer, alpha):
     assert alpha.casting == "float16"
     with ampx.scale_loss(alpha.Loss(dtype="float16"), trainer.opt) as scaled:
         assert (scaled.dtype, scaled.factor, alpha.casting) == ("float32", 1024.0, None)
     assert alpha.casting == "float16"
-
-
-def test_a_nested_scale_loss_is_refused_and_the_outer_goes_on(trainer, alpha):
-    with ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt) as scaled:
-        with pytest.raises(ampx.NestedScaleError), ampx.scale_loss(alpha.Loss(), trainer.opt):
-            pytest.fail("the body ran")
-        with pytest.raises(ampx.NestedScaleError):
-            trainer.opt.step()
-        scaled.backward()
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
 
 
 def test_a_region_used_as_the_loss_says_where_the_scaled_loss_is(trainer, alpha):
@@ -444,39 +242,6 @@ def test_what_was_never_scaled_is_refused_without_speaking_of_another_call(call,
         call(trainer.opt)
     assert "step was called" not in str(caught.value)
     assert (trainer.param.grad, trainer.opt.loss_scale) == (2.0, 1024.0)
-
-
-def test_the_same_region_is_not_entered_twice(trainer, alpha):
-    region = ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt)
-    with region as scaled:
-        scaled.backward()
-    with pytest.raises(ampx.ProtocolError, match="once"), region:
-        pytest.fail("the body ran")
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
-
-
-def test_an_exception_in_the_body_leaves_the_protocol_as_it_was(trainer, alpha):
-    before = stand(trainer)
-    with pytest.raises(KeyError), ampx.scale_loss(alpha.Loss(), trainer.opt):
-        raise KeyError("mine")
-    assert stand(trainer) == before
-    assert alpha.casting == "float16"
-    assert trainer.step(2.0).applied
-
-
-def test_an_exception_in_a_later_body_keeps_what_was_accumulated(trainer, alpha):
-    trainer.backward(2.0)
-    before = stand(trainer)
-    with pytest.raises(KeyError), ampx.scale_loss(alpha.Loss(), trainer.opt, loss_id=3):
-        raise KeyError("mine")
-    assert stand(trainer)[:2] == before[:2]
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
-    # the loss whose backward never came is not counted as finite
-    counted = {loss["loss_id"]: loss["growth_tracker"] for loss in ampx.state_dict()["groups"][0]["losses"]}
-    assert counted[0] == 1
-    assert counted.get(3, 0) == 0
 
 
 def test_an_exception_while_scaling_leaves_the_protocol_as_it_was(trainer, alpha):
@@ -541,36 +306,6 @@ def test_a_list_refused_for_one_optimizer_leaves_the_gradients_of_all(amp, alpha
     assert [stand(trainer) for trainer in trainers] == before
 
 
-def test_an_optimizer_listed_twice_is_refused(trainer, alpha):
-    before = stand(trainer)
-    with pytest.raises(ampx.InvalidOptionError, match="twice"):
-        ampx.scale_loss(alpha.Loss(), [trainer.opt, trainer.opt])
-    assert stand(trainer) == before
-
-
-@pytest.mark.parametrize("loss_id", [-1, 1.0, "0", True, None])
-def test_a_loss_id_is_an_integer_from_zero(trainer, alpha, loss_id):
-    with pytest.raises(ampx.InvalidOptionError, match="loss_id"):
-        ampx.scale_loss(alpha.Loss(), trainer.opt, loss_id=loss_id).__enter__()
-
-
-def test_every_loss_id_has_its_own_scale(trainer, alpha):
-    trainer.backward(INF, loss_id=1)
-    trainer.opt.step()
-    trainer.opt.zero_grad()
-    scales = {loss["loss_id"]: loss["scale"] for loss in ampx.state_dict()["groups"][0]["losses"]}
-    assert scales == {0: 1024.0, 1: 512.0}
-
-
-def test_a_second_loss_id_needs_the_capability(make_framework, make_trainer):
-    gamma = make_framework("gamma", per_loss_scales=False)
-    ampx.init("gamma")
-    trainer = make_trainer(gamma)
-    with pytest.raises(ampx.UnsupportedByBackendError):
-        trainer.backward(loss_id=1)
-    assert trainer.step().applied
-
-
 # -- groups ---------------------------------------------------------------------------------------------
 
 
@@ -592,31 +327,11 @@ def pair(amp, alpha):
     return Pair(alpha)
 
 
-def test_a_group_moves_its_scale_once_after_its_last_member(pair):
-    pair.backward(INF, 3.0)
-    pair.first.step()
-    assert pair.second.loss_scale == 1024.0
-    pair.second.step()
-    assert pair.first.loss_scale == pair.second.loss_scale == 512.0
-    # the second member's gradients were fine and divided by the scale they carry
-    assert [param.value for param in pair.params] == [0.0, -3.0]
-    assert (pair.first.last_step.applied, pair.second.last_step.applied) == (False, True)
-    assert pair.first.last_step.next_scale == pair.second.last_step.next_scale == 512.0
-    assert ampx.state_dict()["groups"][0]["losses"][0]["consecutive_skips"] == 1
-
-
 def test_a_member_without_gradients_does_not_hold_the_group_up(pair):
     pair.backward(INF, 1.0)
     pair.first.step()
     pair.second.zero_grad()
     assert pair.first.loss_scale == 512.0
-
-
-def test_a_member_that_was_not_scaled_does_not_hold_the_group_up(pair):
-    with ampx.scale_loss(pair.alpha.Loss((pair.params[0], INF)), pair.first) as scaled:
-        scaled.backward()
-    pair.first.step()
-    assert pair.second.loss_scale == 512.0
 
 
 def test_the_scale_of_a_group_is_frozen_while_a_member_is_pending(pair):
@@ -652,38 +367,6 @@ def test_a_scale_that_waits_for_ever_for_a_member_is_said_once(alpha, loss_scale
     assert pair.first.loss_scale == (4.0 if warnings_expected else 8.0)
 
 
-def test_optimizers_with_different_scales_are_served_by_the_smallest(amp, alpha, make_trainer):
-    small, large = make_trainer(alpha, loss_scale=64), make_trainer(alpha, loss_scale=256)
-    loss = alpha.Loss((small.param, 1.0), (large.param, 2.0))
-    with ampx.scale_loss(loss, [large.opt, small.opt]) as scaled:
-        assert scaled.factor == 64.0
-        scaled.backward()
-    small.opt.step()
-    large.opt.step()
-    assert (small.param.value, large.param.value) == (-1.0, -2.0)
-
-
-def test_pending_gradients_of_different_scales_cannot_share_a_backward(amp, alpha, make_trainer):
-    small, large = make_trainer(alpha, loss_scale=64), make_trainer(alpha, loss_scale=256)
-    small.backward()
-    large.backward()
-    before = stand(small), stand(large)
-    with pytest.raises(ampx.ProtocolError, match="different loss scales"):
-        ampx.scale_loss(alpha.Loss(), [small.opt, large.opt]).__enter__()
-    assert (stand(small), stand(large)) == before
-
-
-def test_each_optimizer_owns_its_scale(amp, alpha, make_trainer):
-    # One scaler for both, updated between their steps, would give the second a wrong factor.
-    first, second = make_trainer(alpha), make_trainer(alpha)
-    first.backward(INF)
-    second.backward(4.0)
-    first.opt.step()
-    second.opt.step()
-    assert second.param.value == -4.0
-    assert (first.opt.loss_scale, second.opt.loss_scale) == (512.0, 1024.0)
-
-
 # -- what the fuzzer found ------------------------------------------------------------------------------
 
 
@@ -698,52 +381,11 @@ def test_gradients_cleared_or_replaced_after_unscale_are_not_those_that_are_clip
     assert trainer.param.value == -4.0
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_an_infinity_written_after_unscale_is_skipped(trainer, clips):
-    trainer.backward(8.0)
-    ampx.unscale(trainer.opt)
-    trainer.param.grad = INF
-    if clips:
-        ampx.clip_grad_norm(trainer.opt, 2.0)
-    trainer.opt.step()
-    assert (trainer.opt.last_step.applied, trainer.param.value, trainer.opt.loss_scale) == (False, 0.0, 512.0)
-
-
 def test_clipping_again_keeps_the_norm_that_was_measured_first(trainer):
     trainer.backward(8.0)
     assert [ampx.clip_grad_norm(trainer.opt, bound) for bound in (4.0, 2.0)] == [8.0, 4.0]
     trainer.opt.step()
     assert trainer.opt.last_step.grad_norm == 8.0
-
-
-def test_zero_grad_left_out_comes_to_what_plain_training_comes_to(trainer):
-    trainer.backward(1.0)
-    trainer.opt.step()
-    trainer.backward(2.0)  # the parameter holds 1 + 2 now, as without ampx
-    trainer.opt.step()
-    assert trainer.param.value == -4.0
-    assert trainer.opt.last_step.applied
-
-
-def test_gradients_of_a_body_that_raised_are_true_gradients_afterwards(trainer, alpha):
-    body = ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt)
-    body.__enter__().backward()
-    body.__exit__(KeyError, KeyError(), None)
-    assert trainer.param.grad == 2.0
-    trainer.backward(1.0)
-    trainer.opt.step()
-    assert trainer.param.value == -3.0
-
-
-def test_a_disabled_session_adds_nothing_to_pending_scaled_gradients(trainer, alpha):
-    trainer.backward(2.0)
-    ampx.init("alpha", enabled=False)
-    before = stand(trainer)
-    with pytest.raises(ampx.ProtocolError, match="enabled=False"):
-        trainer.backward(2.0)
-    assert stand(trainer) == before
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
 
 
 def test_a_step_of_several_losses_tells_of_the_lowest_id(trainer, alpha):
@@ -874,17 +516,6 @@ def test_attributes_reach_the_raw_optimizer_in_both_directions(trainer):
         _ = trainer.opt.no_such_attribute
 
 
-def test_shutdown_lets_wrapped_optimizers_go_on(amp, trainer, alpha):
-    trainer.backward(2.0)
-    amp.shutdown()
-    assert alpha.casting is None
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
-    amp.shutdown()
-    with pytest.raises(ampx.NotInitializedError):
-        trainer.backward()
-
-
 def test_threads_train_their_own_optimizers(amp, alpha, make_trainer):
     trainers = [make_trainer(alpha) for _ in range(4)]
     failures = []
@@ -919,20 +550,6 @@ def test_another_thread_may_scale_and_forget_losses_while_this_one_forgets_its_o
 
 
 # -- disabled and explicit ----------------------------------------------------------------------------
-
-
-def test_disabled_is_the_raw_optimizer(alpha, make_trainer):
-    ampx.init("alpha", enabled=False)
-    trainer = make_trainer(alpha)
-    loss = alpha.Loss((trainer.param, 2.0))
-    with ampx.scale_loss(loss, trainer.opt) as scaled:
-        assert scaled is loss
-        scaled.backward()
-    ampx.unscale(trainer.opt)
-    trainer.opt.step()
-    assert trainer.param.value == -2.0
-    assert trainer.opt.last_step == ampx.StepResult(True, None, 1.0, 1.0, 0)
-    assert (trainer.opt.loss_scale, ampx.loss_scale(trainer.opt)) == (1.0, 1.0)
 
 
 def test_disabled_still_clips(alpha, make_trainer):

@@ -23,15 +23,6 @@ INF = math.inf
 # -- init -------------------------------------------------------------------------------------------------
 
 
-def test_init_switches_casting_on_and_shutdown_off(alpha):
-    with ampx.init("alpha") as amp:
-        assert alpha.casting == "float16"
-        assert ampx.current() is amp is ampx.current("alpha")
-    assert alpha.casting is None
-    with pytest.raises(ampx.NotInitializedError):
-        ampx.current()
-
-
 @pytest.mark.parametrize(
     ("options", "dtype", "dynamic", "casting"),
     [
@@ -150,18 +141,6 @@ def test_a_framework_that_refuses_to_be_activated_leaves_the_former_session(alph
     assert sessions.all_sessions() == []
 
 
-def test_init_again_replaces_the_former_cleanly(alpha, make_trainer):
-    former = ampx.init("alpha")
-    old = make_trainer(alpha)
-    later = ampx.init("alpha", dtype="bfloat16", loss_scale=4)
-    assert (ampx.current(), alpha.casting) == (later, "bfloat16")
-    with pytest.raises(ampx.ProtocolError, match="shut down"):
-        former.wrap_optimizer(alpha.Sgd())
-    assert old.step(2.0).applied
-    former.shutdown()  # of a session long gone: nothing happens to the present one
-    assert (ampx.current(), alpha.casting) == (later, "bfloat16")
-
-
 def test_an_option_list_may_be_a_generator(alpha):
     amp = ampx.init("alpha", allow=(name for name in ("matmul", "conv")))
     assert amp.plan.allow == ("matmul", "conv")
@@ -269,16 +248,6 @@ def test_a_session_prints_what_it_does(alpha):
     amp.shutdown()
     assert repr(amp).endswith("; shut down>")
     assert repr(ampx.init("alpha", enabled=False)).endswith("in float32 on cpu, O1; enabled=False>")
-
-
-def test_wrapping_twice_is_refused(alpha, make_trainer):
-    ampx.init("alpha")
-    trainer = make_trainer(alpha)
-    fresh = alpha.Sgd()
-    for again in (trainer.opt, trainer.raw, [trainer.raw], [fresh, fresh], [fresh, trainer.opt]):
-        with pytest.raises(ampx.AlreadyWrappedError):
-            ampx.wrap_optimizer(again)
-    assert ampx.wrap_optimizer(fresh).optimizer is fresh
 
 
 def test_a_wrapper_of_a_former_session_is_refused_and_its_raw_optimizer_can_be_wrapped_anew(alpha, make_trainer):
@@ -417,28 +386,6 @@ def test_what_belongs_to_nobody_is_refused_with_two_sessions(alpha, beta):
             sessions.find("test", stranger)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: ampx.wrap_optimizer(object()),
-        lambda: ampx.scale_loss(1.0, object()),
-        lambda: ampx.unscale(object()),
-        lambda: ampx.clip_grad_norm(object(), 1.0),
-        lambda: ampx.gate(object(), object()),
-        lambda: ampx.prepare(object()),
-        lambda: ampx.state_dict(),
-        lambda: ampx.load_state_dict({}),
-        lambda: ampx.on_event(print),
-        lambda: ampx.trace_overflow(object()),
-        lambda: ampx.autocast().__enter__(),
-        ampx.current,
-    ],
-)
-def test_before_init_every_call_says_so(call):
-    with pytest.raises(ampx.NotInitializedError, match=r"ampx\.init"):
-        call()
-
-
 def test_shutdown_of_all_reaches_everyone_even_when_one_fails(alpha, beta, monkeypatch):
     ampx.init("alpha")
     ampx.init("beta")
@@ -483,29 +430,6 @@ def test_shutdown_calls_all_that_wait_for_it_even_when_one_fails(alpha, monkeypa
 
 
 # -- casting ----------------------------------------------------------------------------------------------
-
-
-def test_regions_nest_and_restore(alpha):
-    ampx.init("alpha")
-    region = ampx.autocast(enabled=False)
-    with region:
-        assert alpha.casting is None
-        with ampx.autocast(), region:
-            assert alpha.casting is None
-        assert alpha.casting is None
-    seen = []
-    with pytest.raises(ZeroDivisionError), ampx.autocast(dtype="bf16"):
-        seen.append(1 / (alpha.casting != "bfloat16"))
-    assert seen == []
-    assert alpha.casting == "float16"
-
-
-@pytest.mark.parametrize("end", [ampx.shutdown, lambda: ampx.init("alpha", level="O0")], ids=["shutdown", "init"])
-def test_a_region_in_which_its_session_ends_leaves_casting_off(alpha, end):
-    ampx.init("alpha")
-    with ampx.autocast(), ampx.autocast(enabled=False):
-        end()
-    assert alpha.casting is None
 
 
 def test_a_region_with_another_dtype_keeps_the_op_lists(alpha):

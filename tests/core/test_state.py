@@ -196,32 +196,3 @@ def test_a_session_state_goes_through_json_into_another_framework(alpha, beta, m
         assert trainer.step(gradient) == other.step(gradient)
     # 64 → growth to 128, one overflow tolerated, the second halves it, two finite steps grow it
     assert other.opt.loss_scale == 128.0
-
-
-def test_one_optimizer_can_be_saved_and_loaded_alone(alpha, make_trainer):
-    ampx.init("alpha")
-    first, second = make_trainer(alpha), make_trainer(alpha)
-    first.step(math.inf)
-    ampx.load_state_dict(ampx.state_dict(first.opt), second.opt)
-    assert second.opt.loss_scale == 32768.0
-    with pytest.raises(InvalidStateError, match="2 loss scales"):
-        ampx.load_state_dict(ampx.state_dict(), second.opt)
-
-
-def test_loading_between_backward_and_step_divides_by_the_scale_the_gradients_carry(alpha, make_trainer):
-    amp = ampx.init("alpha")
-    trainer = make_trainer(alpha)
-    trainer.backward(3.0)
-    amp.load_state_dict({**SAVED, "groups": [{**SAVED["groups"][0], "losses": SAVED["groups"][0]["losses"][:1]}]})
-    trainer.opt.step()
-    assert trainer.param.value == -3.0
-    assert trainer.opt.last_step.scale == 65536.0
-    assert trainer.opt.last_step.next_scale == trainer.opt.loss_scale == 512.0
-    assert amp.state_dict()["groups"][0]["losses"][0]["growth_tracker"] == 4
-
-
-def test_a_disabled_session_saves_nothing_and_ignores_what_it_loads(alpha, make_trainer):
-    amp = ampx.init("alpha", enabled=False)
-    make_trainer(alpha)
-    assert amp.state_dict()["groups"] == []
-    amp.load_state_dict({"schema": "other"})

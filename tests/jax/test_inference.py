@@ -103,15 +103,6 @@ def test_an_overflow_is_refused_with_what_is_named():
     assert bool(jnp.isfinite(apply(low, BATCH)).all())
 
 
-def test_a_session_changes_nothing_of_a_conversion():
-    pair = (network, parameters())
-    apply, low = ampx.convert(pair, batches=[BATCH])
-    with ampx.init("jax", dtype="bfloat16", device="cpu"):
-        inside, stored = ampx.convert(pair, batches=[BATCH])
-    assert dtypes(stored) == dtypes(low)
-    close(inside(stored, BATCH), apply(low, BATCH), 1e-6)
-
-
 def test_modules_of_flax_and_equinox_become_functions():
     nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
     equinox = pytest.importorskip("equinox", reason="equinox is not installed")

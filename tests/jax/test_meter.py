@@ -13,7 +13,7 @@ from metering import count
 import ampx
 from ampx.numerics import meter
 from ampx.numerics.rounding import sample
-from ampx.protocol import METER_EVERY
+from ampx.rooms import METER_EVERY
 from ampx_jax.state import find_all
 
 pytestmark = pytest.mark.usefixtures("quiet_end")

@@ -112,12 +112,6 @@ def test_o3_lowers_everything(dtype):
     assert set(jax.tree.leaves(dtypes(ampx.prepare(make_params())))) == {dtype}
 
 
-def test_o1_leaves_the_parameters_alone():
-    init("O1")
-    params = make_params()
-    assert ampx.prepare(params) is params
-
-
 NAMES = [
     "LayerNorm_0",
     "BatchNorm_1",
@@ -630,25 +624,6 @@ def test_o3_loses_small_updates():
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_preparing_again_changes_nothing(level):
-    init(level)
-    params = ampx.prepare(make_params())
-    assert bits(ampx.prepare(params)) == bits(params)
-    model = ampx.prepare(Nnx())
-    before = bits(nnx.state(model))
-    assert bits(nnx.state(ampx.prepare(model))) == before
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_level_that_needs_prepare_does_not_train_in_float32_without_it(level):
-    init(level)
-    tx, params = ampx.wrap_optimizer(optax.sgd(0.1)), make_params()
-    state = tx.init(params)
-    with pytest.raises(ampx.ProtocolError, match="prepare"):
-        tx.update(jax.tree.map(jnp.ones_like, params), state, params)
 
 
 def test_update_without_parameters_is_refused():

@@ -1,6 +1,6 @@
 """`ampx tune` and `ampx diagnose` on whole scripts with a planted overflow, which nobody edits."""
 
-import json
+import pickle
 import textwrap
 from pathlib import Path
 
@@ -151,9 +151,9 @@ def test_diagnose_names_the_layer_that_overflows(here, script, text):
 
 
 def test_a_watched_trial_keeps_what_it_compiles_for_the_next_one(tmp_path, script):
-    request, compiled = tmp_path / "request.json", tmp_path / "compiled"
+    request, compiled = tmp_path / "request", tmp_path / "compiled"
     trial = Trial(script(NNX), RunSettings("float32", watched=True), "jax", steps=1, watched=(1,))
-    request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(tmp_path / "answer.json")}))
+    request.write_bytes(pickle.dumps((trial, tmp_path / "answer")))
     environment = {COMPILED: str(compiled), "JAX_COMPILATION_CACHE_DIR": ""}
     run_python("-m", "ampx.numerics.child", request, check=True, **environment)
     assert len(list(compiled.iterdir())) > 20

@@ -15,8 +15,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
+import ampx.testing
+
 Subject = TypeVar("Subject")
 _COMPARED: Final = "Exception raised while checking equality of metadata fields"
+_KIT: Final = str(Path(ampx.testing.__file__).parent) + os.sep  # it is in the package, and is what tests
 _ENTERS: Final = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
 
 
@@ -99,7 +102,8 @@ class _Interruption:
 
     def enter(self, frame: FrameType, event: str, value: Any) -> Any:
         """Look at a function only if it lies in one of the packages."""
-        if self.place is not None or not frame.f_code.co_filename.startswith(self._roots):
+        file = frame.f_code.co_filename
+        if self.place is not None or not file.startswith(self._roots) or file.startswith(_KIT):
             return None
         frame.f_trace_opcodes = self._after_calls
         return self._look

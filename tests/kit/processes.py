@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -110,11 +111,10 @@ def native(head):
 def run_here(trial, folder):
     """Run a trial of `ampx compare`, `diagnose` or `tune` in this process, by what its own process would run."""
     from ampx.numerics import child
-    from ampx.numerics.trial import _read_outcome
 
-    request, answer = Path(folder, "request.json"), Path(folder, "answer.json")
-    request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}))
+    request, answer = Path(folder, "request"), Path(folder, "answer")
+    request.write_bytes(pickle.dumps((trial, answer)))
     # A script's folder takes the first place of the path, and keeps it: here that of the tests' own kit.
     with mock.patch.object(sys, "path", list(sys.path)):
         assert child.main(str(request)) == 0
-    return _read_outcome(answer.read_text())
+    return pickle.loads(answer.read_bytes())

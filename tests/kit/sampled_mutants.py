@@ -2,20 +2,24 @@
 
     python tests/kit/sampled_mutants.py sample                  write the list, 300 of all frameworks
     python tests/kit/sampled_mutants.py map torch TESTS...      run tests once and note which lines each of them runs
-    python tests/kit/sampled_mutants.py run torch               try its mutants that have no verdict yet
-    python tests/kit/sampled_mutants.py table                   print what was killed
+    python tests/kit/sampled_mutants.py run torch [BEFORE]      try its mutants that have no verdict at this commit
+    python tests/kit/sampled_mutants.py table                   print what was killed, by commit
 
 Each runs in the environment of the framework, with pytest-cov and the checkout on PYTHONPATH (`.:backends`). A mutant
 has the name of its function and the text of its line, not a line's number, so that it stays the same where code moves.
 Lines that run only in processes that tests start are not seen by `map`; their mutants are listed as "not run".
+`map` adds to what it found before. With BEFORE, an earlier commit, a mutant keeps the verdict that it had there, unless
+the test that killed it is gone or is another one now.
 """
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -123,7 +127,7 @@ def sample():
     for framework, every in entries.items():
         share = round(COUNT * len(every) / total)
         for kept, _ in random.Random(SEED).sample(every, share):
-            chosen[name_of(framework, kept)] = {**kept, "framework": framework, "verdict": None}
+            chosen[name_of(framework, kept)] = {**kept, "framework": framework, "verdicts": {}}
     save(chosen)
     print(f"{len(chosen)} of {total}:", Counter(mutant["framework"] for mutant in chosen.values()))
 
@@ -141,7 +145,34 @@ def find(framework, mutant):
 
 
 def map_file(framework):
-    return Path(tempfile.gettempdir()) / f"ampx-lines-{framework}.json"
+    return ROOT / ".pytest_cache" / f"lines-{framework}.json"
+
+
+def recorded_lines(framework):
+    """Return which tests run which line, by file, and how long each of them takes."""
+    path = map_file(framework)
+    return json.loads(path.read_text()) if path.exists() else {"lines": {}, "seconds": {}}
+
+
+def commit_of(name="HEAD"):
+    shown = subprocess.run(["git", "rev-parse", "--short=8", name], cwd=ROOT, capture_output=True, check=True)
+    return shown.stdout.decode().strip()
+
+
+@functools.cache
+def functions(path, commit):
+    """Return the source of every function of a file at a commit, by name, those of classes included."""
+    shown = subprocess.run(["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, check=False)
+    nodes = ast.walk(ast.parse(shown.stdout))
+    return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def body(test, commit):
+    """Return the source of a test at a commit, which its class may have from a suite; None where there is none."""
+    path, name = test.partition("::")[0], re.sub(r"\[.*", "", test).rpartition("::")[2]
+    suites = [f"ampx/testing/kit/{file.name}" for file in sorted((ROOT / "ampx" / "testing" / "kit").glob("*.py"))]
+    suites += [f"tests/kit/{file}.py" for file in ("interrupted_steps", "matrix", "transfer")]
+    return next((shown[name] for file in (path, *suites) if name in (shown := functions(file, commit))), None)
 
 
 def map_lines(framework, tests):
@@ -159,35 +190,43 @@ def map_lines(framework, tests):
 
         data = CoverageData(f"{folder}/data")
         data.read()
-        lines = {
-            str(Path(file).relative_to(ROOT)): {
-                line: sorted({context.partition("|")[0] for context in contexts if "|run" in context})
-                for line, contexts in data.contexts_by_lineno(file).items()
-            }
-            for file in data.measured_files()
-        }
-        seconds = {
-            f"{case.get('file')}::{case.get('name')}": float(case.get("time"))
-            for case in ET.parse(junit).iter("testcase")
-        }
-        map_file(framework).write_text(json.dumps({"lines": lines, "seconds": seconds}))
+        recorded = recorded_lines(framework)
+        for file in data.measured_files():
+            own = recorded["lines"].setdefault(str(Path(file).relative_to(ROOT)), {})
+            for line, contexts in data.contexts_by_lineno(file).items():
+                tests = {context.partition("|")[0] for context in contexts if "|run" in context}
+                own[str(line)] = sorted(tests.union(own.get(str(line), ())))
+        for case in ET.parse(junit).iter("testcase"):
+            name = case.get("classname").rpartition(".")[2]
+            inside = f"{name}::" if name != Path(case.get("file")).stem else ""
+            recorded["seconds"][f"{case.get('file')}::{inside}{case.get('name')}"] = float(case.get("time"))
+        map_file(framework).parent.mkdir(exist_ok=True)
+        map_file(framework).write_text(json.dumps(recorded))
 
 
-def run(framework):
-    """Try every mutant of a framework that has no verdict yet, each in a copy of the tree."""
-    recorded = json.loads(map_file(framework).read_text())
-    mutants = json.loads(LIST.read_text())
-    waiting = {name: mutant for name, mutant in mutants.items() if mutant["framework"] == framework}
+def run(framework, before=None):
+    """Try every mutant of a framework that has no verdict at this commit yet, each in a copy of the tree."""
+    recorded, mutants, commit = recorded_lines(framework), json.loads(LIST.read_text()), commit_of()
+    before = before and commit_of(before)
+    waiting = {
+        name: mutant
+        for name, mutant in mutants.items()
+        if mutant["framework"] == framework and commit not in mutant["verdicts"]
+    }
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         shutil.copytree(
             ROOT, tree, ignore=shutil.ignore_patterns(".git", ".tox", ".venv*", "_build", "__pycache__", ".mypy_cache")
         )
         for name, mutant in waiting.items():
-            if mutant["verdict"] is None:
-                mutant["verdict"] = verdict(framework, mutant, tree, recorded)
-                print(f"{name}: {mutant['verdict']}", flush=True)
-                save(mutants)
+            former = mutant["verdicts"].get(before, "")
+            killer = former.removeprefix("killed: ") if "::" in former else None
+            if former and not (killer and body(killer, before) != body(killer, commit)):
+                mutant["verdicts"][commit] = former
+            else:
+                mutant["verdicts"][commit] = verdict(framework, mutant, tree, recorded)
+            print(f"{name}: {mutant['verdicts'][commit]}", flush=True)
+            save(mutants)
 
 
 def verdict(framework, mutant, tree, recorded):
@@ -227,9 +266,10 @@ def table():
     """Print how many of each framework were killed."""
     rows = defaultdict(Counter)
     for mutant in json.loads(LIST.read_text()).values():
-        rows[mutant["framework"]][(mutant["verdict"] or "not tried").partition(":")[0]] += 1
-    for framework, counts in rows.items():
-        print(f"{framework:<12}", dict(counts))
+        for commit, verdict in (mutant["verdicts"] or {"nowhere": "not tried"}).items():
+            rows[mutant["framework"], commit][verdict.partition(":")[0]] += 1
+    for (framework, commit), counts in rows.items():
+        print(f"{framework:<12}{commit:<10}", dict(counts))
 
 
 if __name__ == "__main__":
@@ -242,4 +282,4 @@ if __name__ == "__main__":
     if asked.what == "map":
         map_lines(asked.framework, rest)
     else:
-        {"sample": sample, "run": lambda: run(asked.framework), "table": table}[asked.what]()
+        {"sample": sample, "run": lambda: run(asked.framework, *rest), "table": table}[asked.what]()

@@ -254,24 +254,6 @@ def test_the_lines_by_hand_wrap_every_trainer_of_the_script():
     assert any("scale_loss(loss, [trainer_1, trainer_2])" in line for line in lines)
 
 
-def accumulated(read=False):
-    """Two backwards a step, and clipping by hand, before the second of them too if `read`."""
-    net = network("add")
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    norms = []
-    for position, x in enumerate(batches(8)):
-        with autograd.record():
-            loss = (net(x) ** 2).mean()
-        autograd.backward([loss])
-        if read or position % 2:
-            gradients = [parameter.grad() for parameter in net.collect_params().values()]
-            norms.append(gluon.utils.clip_global_norm(gradients, 0.25))
-        if position % 2:
-            trainer.step(1)
-            net.collect_params().zero_grad()
-    return weights(net), norms
-
-
 def never_cleared():
     """Gradients of all steps add up, while the loss scale grows."""
     net = network("add")
@@ -288,13 +270,6 @@ def test_gradients_that_are_never_cleared_add_up_as_in_float32(run):
     expected, trained = both_ways(run, never_cleared)
     assert trained == expected
     assert run.recorder.steps == 8
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_accumulated_and_clipped_gradients_are_true_whenever_the_script_reads_them(run, read):
-    expected, trained = both_ways(run, lambda: accumulated(read))
-    assert run.recorder.steps == 4
-    assert trained == expected
 
 
 def adversarial():
@@ -412,11 +387,6 @@ def averaged_by_hand(bad=()):
             gradient[:] = (gradient + (np.inf if position in bad else gradient)) / 2
         trainer.step(1)
     return weights(net)
-
-
-def test_gradients_averaged_by_hand_are_checked_after_that(run):
-    expected, trained = both_ways(run, averaged_by_hand)
-    assert trained == expected
 
 
 def test_an_overflow_that_comes_after_the_script_looked_is_skipped(scaling):
@@ -601,10 +571,3 @@ def test_leaving_restores_every_patch():
     with pytest.raises(ZeroDivisionError), automate(run):
         script()
     assert patched() == before
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_that_need_a_model_are_refused(level):
-    run = Run("mxnet", RunSettings(level=level))
-    with pytest.raises(ampx.RunRefusedError, match="which model that is cannot be told"), automate(run):
-        pass

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from loss_ids import rows, scales, set_scale
+from loss_ids import scales, set_scale
 
 import ampx
 from ampx.backend import CastPlan
@@ -34,21 +34,6 @@ def sgd(*parameters, rate=1.0):
 
 def values(parameter):
     return parameter.data().asnumpy().tolist()
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (5, 0, 5), (0, 0, 1, 1, 0), (2,)], ids=str)
-@pytest.mark.parametrize("adds", ["mxnet", "ampx"])
-def test_gradients_of_losses_with_different_scales_add_up_to_the_true_ones(order, adds, amp, opt, weight, backward):
-    if adds == "ampx":  # as with casting to bfloat16 on the CPU
-        opt.ampx_adopt_adding()
-    for loss_id in set(order):
-        set_scale(amp, loss_id, 2.0 ** (4 + loss_id))
-    for position, loss_id in enumerate(order):
-        backward(lambda factor=2.0**position: (weight.data() * factor).sum(), opt, loss_id=loss_id)
-    opt.step(1)
-    assert opt.last_step.applied
-    assert values(weight) == [1.0 - (2 ** len(order) - 1)] * 2
-    assert opt.last_step.scale == 2.0 ** (4 + min(order))
 
 
 @pytest.mark.parametrize("adds", ["mxnet", "ampx"])
@@ -105,95 +90,6 @@ def test_training_on_two_losses_equals_numpys(weights):
         # Seven updates, each of sums of 24 float32 products: some hundred roundings of 2**-24.
         np.testing.assert_allclose(parameter.data().asnumpy(), expected[name], rtol=2.0**-16, atol=2.0**-18)
     assert scales(amp) == {0: 2.0**14, 1: 2.0**12}  # the second: three times up, once down
-
-
-def test_overflow_early_in_a_window_of_several_losses_is_remembered(amp, opt, weight, backward):
-    for loss_id, factor in ((0, math.inf), (1, 1.0), (0, 1.0), (1, 1.0)):
-        backward(lambda factor=factor: (weight.data() * factor).sum(), opt, loss_id=loss_id)
-    opt.step(1)
-    assert values(weight) == [1.0, 1.0]
-    assert scales(amp) == {0: 2.0**15, 1: 2.0**16}
-    assert [row["consecutive_skips"] for row in rows(amp).values()] == [1, 0]
-
-
-def test_an_exception_in_a_later_losss_body_keeps_the_earlier_ones_gradients(amp, opt, weight, backward):
-    set_scale(amp, 1, 8.0)
-    backward(lambda: weight.data().sum(), opt, loss_id=0)
-
-    def failing():
-        with autograd.record():
-            loss = (weight.data() * 4).sum()
-        with ampx.scale_loss(loss, opt, loss_id=1) as scaled:
-            scaled.backward()
-            raise KeyError
-
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            failing()
-    backward(lambda: (weight.data() * 2).sum(), opt, loss_id=1)
-    opt.step(1)
-    assert values(weight) == [-2.0, -2.0]
-
-
-def test_a_loss_that_gave_no_gradient_does_not_count(amp, opt, weight, weights, backward):
-    """What is known of its scale stays; one that never counted has no row."""
-    elsewhere = weights(1.0, name="elsewhere")
-    for loss_id, factor in ((0, 1.0), (2, math.inf)):
-        backward(lambda factor=factor: (weight.data() * factor).sum(), opt, loss_id=loss_id)
-    opt.step(1)
-    opt.zero_grad()
-    backward(lambda: weight.data().sum(), opt, loss_id=0)
-    for loss_id in (1, 2):
-        backward(lambda: elsewhere.data().sum(), opt, loss_id=loss_id)
-    backward(lambda: weight.data().sum(), opt, loss_id=0)
-    opt.step(1)
-    assert values(weight) == [-1.0, -1.0]
-    counted = {loss_id: (row["growth_tracker"], row["consecutive_skips"]) for loss_id, row in rows(amp).items()}
-    assert counted == {0: (2, 0), 2: (0, 1)}
-    assert scales(amp) == {0: 2.0**16, 2: 2.0**15}
-
-
-@pytest.mark.parametrize("how", ["trainer", "parameter"])
-def test_clearing_between_losses_drops_the_earlier_ones_gradients(how, amp, opt, weight, backward):
-    backward(lambda: (weight.data() * math.inf).sum(), opt, loss_id=0)
-    if how == "parameter":
-        weight.zero_grad()
-        weight.data()._fresh_grad = False  # MXNet has no call that tells it
-        backward(lambda: weight.data().sum(), opt, loss_id=1)
-    else:
-        with autograd.record():
-            loss = weight.data().sum()
-        with ampx.scale_loss(loss, opt, loss_id=1) as scaled:
-            opt.zero_grad()
-            scaled.backward()
-    opt.step(1)
-    assert values(weight) == [0.0, 0.0]
-    assert {loss_id: row["growth_tracker"] for loss_id, row in rows(amp).items()} == {0: 0, 1: 1}
-    assert scales(amp)[0] == 2.0**16
-
-
-def test_unscale_and_clipping_see_the_sum_of_all_losses(amp, opt, weight, backward):
-    set_scale(amp, 1, 4.0)
-    backward(lambda: (weight.data() * 3).sum(), opt, loss_id=0)
-    backward(lambda: weight.data().sum(), opt, loss_id=1)
-    norm = ampx.clip_grad_norm(opt, 1.0)
-    assert norm.item() == pytest.approx(32**0.5)  # the gradient is (4, 4)
-    opt.step(1)
-    # A few roundings of float32 in the norm, the factor and the update.
-    assert values(weight) == pytest.approx([1 - 0.5**0.5] * 2, rel=1e-6)
-
-
-def test_after_a_step_the_next_window_starts_afresh(amp, opt, weight, backward):
-    for loss_id in (0, 1):
-        backward(lambda: weight.data().sum(), opt, loss_id=loss_id)
-    opt.step(1)
-    weight.zero_grad()  # not the trainer's, which forgets the window too
-    backward(lambda: weight.data().sum(), opt)
-    ampx.unscale(opt)
-    with pytest.raises(ampx.ProtocolError, match="after unscale"):
-        backward(lambda: weight.data().sum(), opt)
-    opt.step(1)
-    assert values(weight) == [-2.0, -2.0]
 
 
 def test_gradients_that_are_never_cleared_add_up_as_in_plain_mxnet(amp, opt, weight, backward):

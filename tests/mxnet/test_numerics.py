@@ -8,7 +8,6 @@ import pytest
 
 import ampx
 from ampx.backend import CastPlan, offer
-from ampx.errors import LossError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.numerics.probe import Probe, Watching
 from ampx.numerics.rounding import describe, round_to, sample
 from ampx_mxnet import dtypes, numerics
@@ -175,21 +174,6 @@ def test_a_loss_that_is_scaled_is_watched(backend, amp, net, batch):
     assert by_place(watch.readings())["", "_mul_scalar", "forward", 0].value.largest == abs(scaled.asscalar())
 
 
-def test_patterns_choose_blocks_and_one_that_matches_none_is_refused(backend, net, batch):
-    with offer(backend, Probe).watch(net, Watching(modules=("1.*",), times=True)) as watch:
-        net(batch)
-        net(batch)
-    assert [(r.module, r.call) for r in watch.readings()] == [("1.0", 0), ("1.1", 0), ("1.0", 1), ("1.1", 1)]
-    assert all(reading.seconds > 0 for reading in watch.readings())
-    with (
-        pytest.raises(UnsupportedOpError, match="'middle'"),
-        offer(backend, Probe).watch(net, Watching(modules=("middle",))),
-    ):
-        pass
-    with pytest.raises(UnsupportedOpError, match="'middle'"), offer(backend, Probe).force(net, {"middle": "float32"}):
-        pass
-
-
 def test_without_a_model_names_begin_at_the_block_that_is_called(backend, net, batch):
     native = mx.gluon.Block.__call__
     with offer(backend, Probe).watch(None, Watching()) as watch:
@@ -246,60 +230,6 @@ def test_values_are_rounded_as_numpy_rounds_them(dtype):
     numbers = np.random.default_rng(0).normal(size=999) * 10.0 ** np.random.default_rng(1).integers(-12, 12, 999)
     numbers = np.append(numbers, VALUES[:-1]).astype("float32")  # instructions for bfloat16 flush what is not normal
     assert np.array_equal(rounded(mx.nd.array(numbers), dtype).asnumpy(), round_to(numbers, dtype), equal_nan=True)
-
-
-def test_forced_blocks_round_inputs_outputs_and_the_gradients_of_outputs(backend):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(2, in_units=3, use_bias=False), Same())
-    net.initialize(mx.init.Xavier())
-    numbers, dtype = np.random.default_rng(1).normal(size=(4, 3)).astype("float32"), "float16"
-    weight, slope = net[0].weight.data(), np.float32(1.2345678)
-    with (
-        offer(backend, Probe).force(net, {"*": "float32", "0": dtype}),
-        offer(backend, Probe).watch(net, Watching(samples=99)) as watch,
-    ):
-        with mx.autograd.record():
-            output = net(mx.nd.array(numbers))
-            loss = (output * float(slope)).sum()
-        loss.backward()
-    product = mx.nd.dot(mx.nd.array(round_to(numbers, dtype)), weight.T).asnumpy()
-    assert np.allclose(output.asnumpy(), round_to(product, dtype), atol=2.0**-10)
-    assert np.array_equal(output.asnumpy(), round_to(output.asnumpy(), dtype))
-    slopes = np.full((4, 2), round_to(slope, dtype))
-    assert np.array_equal(by_place(watch.readings())["0", "", "backward", 0].sample, slopes.ravel())
-    assert np.allclose(weight.grad.asnumpy(), slopes.T @ round_to(numbers, dtype), rtol=1e-5)
-
-
-def test_forced_into_float16_a_block_overflows_on_a_cpu_and_one_forced_into_float32_does_not(backend):
-    net = nn.HybridSequential()
-    net.add(Same(), Same())
-    with (
-        offer(backend, Probe).force(net, {"*": "float16", "1": "float32"}),
-        offer(backend, Probe).watch(net, Watching()) as watch,
-    ):
-        inputs = mx.nd.array([300.0])
-        net[1](net[0](inputs) ** 2 * 2)
-        net[0](inputs**2 * 2)
-    assert [reading.value.nonfinite for reading in watch.readings()] == [0, 0, 1]
-
-
-@pytest.mark.bfloat16
-def test_a_block_computes_in_bfloat16_and_one_in_it_in_float32(backend, net, batch):
-    with (
-        offer(backend, Probe).force(net, {"": "bfloat16", "2": "float32"}),
-        offer(backend, Probe).watch(net, Watching()) as watch,
-    ):
-        net(batch)
-    read = {reading.module: reading.dtype for reading in watch.readings()}
-    assert (read["0"], read["2"]) == ("bfloat16", "float32")
-    with offer(backend, Probe).watch(net, Watching()) as watch:
-        net(batch)
-    assert {reading.dtype for reading in watch.readings()} == {"float32"}
-
-
-def test_an_unknown_dtype_is_refused(backend, net):
-    with pytest.raises(UnsupportedDtypeError, match="float4"), offer(backend, Probe).force(net, {"*": "float4"}):
-        pass
 
 
 @pytest.mark.parametrize(("plan", "looks"), [(None, 0), (CastPlan("cpu", "bfloat16"), 2)])
@@ -360,18 +290,6 @@ def test_a_replay_draws_the_same_masks_and_leaves_weights_statistics_and_gradien
         assert np.array_equal(first.gradients["2.weight"], net[2].weight.grad().asnumpy())
 
 
-def test_a_replay_restores_when_the_step_raises(backend, net, batch):
-    def step(model):
-        model(batch).wait_to_read()
-        raise ZeroDivisionError
-
-    state = values(net)
-    with pytest.raises(ZeroDivisionError):
-        offer(backend, Probe).replay(net, step, None)
-    assert all(np.array_equal(values(net)[name], value) for name, value in state.items())
-    assert not any(parameter.data()._fresh_grad for parameter in trained(net))
-
-
 def test_a_seeded_script_draws_the_same_numbers_after_a_replay_whenever_it_runs(backend, net, batch):
     drawn = []
     for _ in range(2):
@@ -393,24 +311,6 @@ def test_gradients_that_add_up_are_those_of_the_batch_alone(backend, net, batch)
     replayed = offer(backend, Probe).replay(net, lambda model: model[0](batch).sum(), None)
     assert np.allclose(replayed.gradients["0.weight"], np.tile(batch.asnumpy().sum(0), (4, 1)), rtol=1e-5)
     assert all((parameter.grad().asnumpy() == 5.0).all() for parameter in trained(net))
-
-
-def test_a_replay_between_two_steps_is_not_seen_by_a_wrapped_trainer(amp, net, batch):
-    opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}))
-    for _ in range(2):
-        with mx.autograd.record():
-            loss = net(batch).mean()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
-        offer(amp.backend, Probe).replay(net, lambda model: model(batch).mean(), None)
-        opt.step(1)
-        assert opt.last_step.applied
-
-
-def test_what_is_no_loss_is_refused(backend, net, batch):
-    for wrong in (lambda model: model(batch).mean().detach(), lambda model: 1.0):
-        with pytest.raises(LossError):
-            offer(backend, Probe).replay(net, wrong, None)
 
 
 # -- rules about modules -------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Training:
             states={0: state},
             send=self.events.append,
             meter_every=100,
-            intervals=(),
+            observer=None,
         )
         self.member = types.SimpleNamespace(
             group=group,
@@ -76,7 +76,7 @@ def test_precision_that_is_lost_is_an_event(gradient, moves, lost, flushed):
 
 def test_somebody_who_logs_hears_of_every_update_that_was_metered():
     training = Training(np.float32([1.0, 2.0, 4.0, 0.0]), [0.0, 0.25, 0.25, 0.0])
-    training.member.group.intervals = [7]
+    training.member.group.observer = object()
     training.train(200)
     lost, headroom = 1 / 3, np.log2(65504.0 / 4.0)
     assert [type(event).__name__ for event in training.events] == ["UpdateMetered"] * 2

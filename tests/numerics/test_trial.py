@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import pickle
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import ampx
-from ampx.numerics.trial import Outcome, Trial, run_trial, warm_up_of, write_outcome
+from ampx.numerics.trial import Outcome, Trial, run_trial, warm_up_of
 from ampx.run import RunSettings
 from ampx.run.program import Program
 
@@ -126,9 +126,9 @@ def test_a_script_that_casts_by_itself_is_no_reference_in_float32(trial, monkeyp
     """The answer of the process is one of a script with mixed precision of its own."""
 
     def answer(command, **options):
-        request = json.loads(Path(command[-1]).read_text())
+        _, target = pickle.loads(Path(command[-1]).read_bytes())
         facts = {"steps": 3, "dtype": "bfloat16", "notes": ["By itself."]}
-        write_outcome(Path(request["answer"]), Outcome(facts))
+        target.write_bytes(pickle.dumps(Outcome(facts)))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", answer)

@@ -264,58 +264,6 @@ def test_a_plain_loop_gives_the_weights_of_float32(run, kind):
     assert set(run.recorder.seconds) == {"forward", "backward", "step"}
 
 
-def accumulated(read=False):
-    """Two backwards a step, and clipping by hand, before the second of them too if `read`."""
-    net = network()
-    optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
-    norms = []
-    for position, x in enumerate(batches(8)):
-        paddle.autograd.backward([net(x).square().mean()])
-        if read or position % 2:
-            norm = sum(float((parameter.grad**2).sum()) for parameter in net.parameters()) ** 0.5
-            norms.append(norm)
-            for parameter in net.parameters():
-                parameter.grad = parameter.grad * min(1.0, 0.25 / norm)
-        if position % 2:
-            optimizer.step()
-            optimizer.clear_grad()
-    return weights(net), norms
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_accumulated_and_clipped_gradients_are_true_whenever_the_script_reads_them(run, read):
-    expected, trained = both_ways(run, lambda: accumulated(read))
-    assert run.recorder.steps == 4
-    assert trained == expected
-
-
-def read_by_paddle(read):
-    net = network()
-    optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
-    seen = []
-    for x in batches(4):
-        net(x).square().mean().backward()
-        seen.append(read(net))
-        optimizer.step()
-        optimizer.clear_grad()
-    return weights(net), seen
-
-
-@pytest.mark.filterwarnings("ignore:(?s).*is deprecated since 2.1.0")  # Tensor.gradient
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda net: float(paddle.nn.utils.clip_grad_norm_(net.parameters(), 0.25)),
-        lambda net: paddle.nn.utils.clip_grad_value_(net.parameters(), 0.1),
-        lambda net: net[0].weight.gradient().tolist(),
-    ],
-)
-def test_gradients_that_functions_of_paddle_read_are_true(run, read):
-    """They come by them in ways of their own."""
-    expected, trained = both_ways(run, lambda: read_by_paddle(read))
-    assert trained == expected
-
-
 def averaged_by_hand(bad=()):
     """Gradients that the script sums over processes itself; in some steps the other process overflowed."""
     net = network()
@@ -328,11 +276,6 @@ def averaged_by_hand(bad=()):
         optimizer.step()
         optimizer.clear_grad()
     return weights(net)
-
-
-def test_gradients_averaged_by_hand_are_checked_after_that(run):
-    expected, trained = both_ways(run, averaged_by_hand)
-    assert trained == expected
 
 
 def test_an_overflow_that_comes_after_the_script_looked_is_skipped(scaling):
@@ -656,13 +599,6 @@ def test_gradients_and_hooks_are_the_scripts_where_nothing_is_scaled(run):
         net(x).mean().backward()
         assert x.grad is not None
         assert len(seen) == 1
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_that_need_a_model_are_refused(level):
-    run = Run("paddle", RunSettings(level=level))
-    with pytest.raises(ampx.RunRefusedError, match="which model that is cannot be told"), automate(run):
-        pass
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------

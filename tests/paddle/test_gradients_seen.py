@@ -211,6 +211,11 @@ class ClippedByPaddle(Script):
         self.seen.append(float(paddle.nn.utils.clip_grad_norm_(self.parameters, 1e-2)))
 
 
+class ClippedByValue(Script):
+    def between(self):
+        paddle.nn.utils.clip_grad_value_(self.parameters, BOUND)
+
+
 class FlatBuffer(Script):
     """Copied into one tensor, clipped there, and split again."""
 
@@ -298,7 +303,16 @@ class OptimizersBackward(Script):
 TRUE = [
     *(PyLayerClamps, PyLayerMakesItsOwnGradient, PyLayerRecomputes, PyLayerRecomputesParameters),
     *(PyLayerInACompiledStep, HookOnAnActivation, HookOnAParameter, HookByALayersHook, HookOnSparseRows),
-    *(GradRead, GradReplaced, GradWrittenInPlace, GradAsNumbers, ClippedByPaddle, FlatBuffer, KeptWhileTheyAddUp),
+    *(
+        GradRead,
+        GradReplaced,
+        GradWrittenInPlace,
+        GradAsNumbers,
+        ClippedByPaddle,
+        ClippedByValue,
+        FlatBuffer,
+        KeptWhileTheyAddUp,
+    ),
     *(PaddleGrad, Penalty, Jacobian, SavedTensors, ClipClassOfItsOwn, OptimizerOfItsOwn, OptimizersBackward),
 ]
 

@@ -11,9 +11,9 @@ from paddle import nn
 
 import ampx
 from ampx.backend import CastPlan, offer
-from ampx.errors import LossError, UnsupportedByBackendError, UnsupportedDtypeError, UnsupportedOpError
+from ampx.errors import UnsupportedByBackendError, UnsupportedOpError
 from ampx.numerics.probe import Probe, Watching
-from ampx.numerics.rounding import describe, round_to, sample
+from ampx.numerics.rounding import describe
 from ampx_paddle import casting
 from ampx_paddle.backend import PaddleBackend
 
@@ -85,28 +85,6 @@ def test_a_value_is_counted_as_numpy_counts_it(backend, dtype):
     assert (reading.module, reading.kind, reading.dtype, reading.call) == ("", "Identity", "float32", 0)
 
 
-def test_outputs_and_their_gradients_are_read_and_nothing_is_changed(backend, net, batch):
-    net.eval()
-    hidden = net.first(batch)
-    hidden.retain_grads()
-    (net.last(net.between(hidden)) ** 2).sum().backward()
-    expected = {"forward": hidden.numpy(), "backward": hidden.grad.numpy()}
-    wanted = [parameter.grad.numpy() for parameter in trained(net)]
-    net.clear_gradients()
-    with offer(backend, Probe).watch(net, Watching(samples=5)) as watch:
-        (net(batch) ** 2).sum().backward()
-    assert all(np.array_equal(a.grad.numpy(), b) for a, b in zip(trained(net), wanted, strict=True))
-    readings = by_place(watch.readings())
-    for direction, values in expected.items():
-        reading = readings["first", "", direction, 0]
-        assert reading.value == describe(values)
-        assert np.array_equal(reading.sample, sample(values, 5))
-    order = [(reading.module, reading.direction) for reading in watch.readings()]
-    names = ["first", "between.0", "between.1", "between", "last", ""]
-    assert order[:6] == [(name, "forward") for name in names]
-    assert {name for name, direction in order if direction == "backward"} == set(names)
-
-
 def test_samples_keep_what_is_written_over_later(backend):
     """Paddle computes gradients in the memory of those that came before; a rounded one belongs to nobody else."""
     numbers, slope = np.array([0.5, 2.0], "float32"), np.float32(1.5)
@@ -122,26 +100,6 @@ def test_samples_keep_what_is_written_over_later(backend):
     readings = by_place(watch.readings())
     assert np.array_equal(readings["1", "", "backward", 0].sample, [slope, slope])
     assert np.array_equal(readings["0", "", "forward", 1].sample, numbers)
-
-
-def test_patterns_choose_layers_and_one_that_matches_none_is_refused(backend, net, batch):
-    with offer(backend, Probe).watch(net, Watching(modules=("between.*",), times=True)) as watch:
-        net(batch)
-        net(batch)
-    assert [(r.module, r.call) for r in watch.readings()] == [
-        ("between.0", 0),
-        ("between.1", 0),
-        ("between.0", 1),
-        ("between.1", 1),
-    ]
-    assert all(reading.seconds > 0 for reading in watch.readings())
-    with (
-        pytest.raises(UnsupportedOpError, match="'middle'"),
-        offer(backend, Probe).watch(net, Watching(modules=("middle",))),
-    ):
-        pass
-    with pytest.raises(UnsupportedOpError, match="'middle'"), offer(backend, Probe).force(net, {"middle": "float32"}):
-        pass
 
 
 def test_without_a_model_names_begin_at_the_layer_that_is_called(backend, net, batch):
@@ -196,36 +154,6 @@ def test_compiled_layers_are_seen_and_stay_compiled(backend, batch):
     assert paddle.jit.dy2static.program_translator.ProgramTranslator.get_instance().enable_to_static
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
-def test_forced_layers_round_inputs_outputs_and_the_gradients_of_outputs(backend, dtype):
-    net = nn.Sequential(nn.Linear(3, 2, bias_attr=False), nn.Identity())
-    values = np.random.default_rng(1).normal(size=(4, 3)).astype("float32")
-    weight, slope = net[0].weight.numpy(), np.float32(1.2345678)
-    with (
-        offer(backend, Probe).force(net, {"*": "float32", "0": dtype}),
-        offer(backend, Probe).watch(net, Watching(samples=99)) as watch,
-    ):
-        output = net(paddle.to_tensor(values))
-        (output * float(slope)).sum().backward()
-    product = paddle.matmul(paddle.to_tensor(round_to(values, dtype)), paddle.to_tensor(weight)).numpy()
-    assert np.array_equal(output.numpy(), round_to(product, dtype))
-    slopes = np.full((4, 2), round_to(slope, dtype))
-    assert np.array_equal(by_place(watch.readings())["0", "", "backward", 0].sample, slopes.ravel())
-    assert np.allclose(net[0].weight.grad.numpy(), round_to(values, dtype).T @ slopes, rtol=1e-6)
-
-
-def test_forced_into_float16_a_layer_overflows_on_a_cpu_and_one_forced_into_float32_does_not(backend):
-    net = nn.Sequential(nn.Identity(), nn.Identity())
-    with (
-        offer(backend, Probe).force(net, {"*": "float16", "1": "float32"}),
-        offer(backend, Probe).watch(net, Watching()) as watch,
-    ):
-        inputs = paddle.to_tensor([300.0], stop_gradient=False)
-        net[1](net[0](inputs) ** 2 * 2)
-        net[0](inputs**2 * 2)
-    assert [reading.value.nonfinite for reading in watch.readings()] == [0, 0, 1]
-
-
 def test_a_layer_forced_into_float32_computes_without_casting(backend, net, batch, monkeypatch):
     """On the CPU auto_cast is never on, so this looks at who switches it off."""
     running, during = [], []
@@ -242,11 +170,6 @@ def test_a_layer_forced_into_float32_computes_without_casting(backend, net, batc
     with offer(backend, Probe).force(net, {"last": "float32"}):
         net(batch)
     assert during == [False, True]
-
-
-def test_an_unknown_dtype_is_refused(backend, net):
-    with pytest.raises(UnsupportedDtypeError, match="float4"), offer(backend, Probe).force(net, {"*": "float4"}):
-        pass
 
 
 @pytest.mark.parametrize("plan", [None, CastPlan("cpu", "float16")])
@@ -274,43 +197,9 @@ def test_a_replay_draws_the_same_masks_and_leaves_everything_as_it_was(backend, 
     assert np.array_equal(first.gradients["last.weight"], net.last.weight.grad.numpy())
 
 
-def test_a_replay_restores_when_the_step_raises(backend, net, batch):
-    def step(model):
-        model(batch)
-        raise ZeroDivisionError
-
-    state = {name: value.numpy() for name, value in net.state_dict().items()}
-    paddle.seed(3)
-    expected = paddle.rand([2]).tolist()
-    paddle.seed(3)
-    with pytest.raises(ZeroDivisionError):
-        offer(backend, Probe).replay(net, step, None)
-    assert paddle.rand([2]).tolist() == expected
-    assert all(np.array_equal(net.state_dict()[name].numpy(), value) for name, value in state.items())
-    assert all(parameter.grad is None for parameter in net.parameters())
-
-
 def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(backend, net, batch):
     replayed = offer(backend, Probe).replay(net, lambda model: model.first(batch).sum(), None)
     assert list(replayed.gradients) == ["first.weight", "first.bias"]
-
-
-def test_a_replay_between_two_steps_is_not_seen_by_a_wrapped_optimizer(net, batch):
-    amp = ampx.init("paddle", level="O0", loss_scale="dynamic")
-    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
-    for _ in range(2):
-        with ampx.scale_loss(net(batch).mean(), opt) as scaled:
-            scaled.backward()
-        offer(amp.backend, Probe).replay(net, lambda model: model(batch).mean(), None)
-        opt.step()
-        assert opt.last_step.applied
-        opt.clear_grad()
-
-
-def test_what_is_no_loss_is_refused(backend, net, batch):
-    for wrong in (lambda model: model(batch), lambda model: model(batch).mean().detach(), lambda model: 1.0):
-        with pytest.raises(LossError):
-            offer(backend, Probe).replay(net, wrong, None)
 
 
 def test_static_graphs_are_refused(backend, net):
@@ -347,3 +236,14 @@ def test_prepare_refuses_a_pattern_that_matches_no_layer(backend, net):
     plan = backend.check_plan(CastPlan("cpu", "float16", deny=("module:middle",)))
     with pytest.raises(UnsupportedOpError, match="'middle'"):
         backend.prepare(net, None, plan)
+
+
+def test_a_backward_after_a_replay_is_not_taken_for_that_of_its_scaled_loss(backend, net, batch, amp):
+    """It runs outside of any body, so that its gradients are unscaled, and the next body brings them to its scale."""
+    opt = ampx.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
+    offer(backend, Probe).replay(net, lambda model: model(batch).mean(), None, 4.0)
+    net(batch).mean().backward()
+    with ampx.scale_loss(net(batch).mean(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert opt.last_step.applied

@@ -3,7 +3,6 @@
 import contextlib
 import math
 
-import numpy as np
 import paddle
 import pytest
 
@@ -59,72 +58,7 @@ def test_sparse_gradients_that_are_never_cleared_add_up_too(growing, backward):
     assert tables[1].weight.tolist() == tables[0].weight.tolist()
 
 
-@pytest.mark.parametrize("cleared", [False, True])
-def test_gradients_of_a_skipped_step_must_be_cleared(amp, weights, backward, cleared):
-    parameter = weights(1.0)
-    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
-    backward(parameter.sum() * math.inf, opt)
-    opt.step()
-    if cleared:
-        parameter.clear_gradient()
-    else:
-        for _ in range(2):
-            with pytest.raises(ampx.ProtocolError, match=r"of a skipped step .*Call opt\.clear_grad"):
-                backward(parameter.sum(), opt)
-        assert (opt.loss_scale, parameter.item()) == (2.0**15, 1.0)
-        opt.clear_grad()
-    backward(parameter.sum(), opt)
-    opt.step()
-    assert parameter.item() == 0.5
-
-
 # -- other losses ----------------------------------------------------------------------------------------------------
-
-
-def test_gradients_that_another_optimizers_loss_left_are_added_as_in_plain_paddle(amp, weights, backward):
-    """A discriminator's gradients of the generator's loss, which carry the generator's scale."""
-    plain, scaled, other = weights(1.0), weights(1.0), weights(1.0)
-    raw, opt = sgd(plain), amp.wrap_optimizer(sgd(scaled))
-    generator = amp.wrap_optimizer(sgd(other), loss_scale=4.0)
-    (plain * 3).sum().backward()
-    plain.sum().backward()
-    raw.step()
-    backward((scaled * 3).sum() + other.sum(), generator)
-    backward(scaled.sum(), opt)
-    opt.step()
-    assert opt.last_step.applied
-    assert scaled.tolist() == plain.tolist() == [-1.0]
-    assert opt.loss_scale == 2.0**16
-
-
-def test_gradients_of_a_loss_that_was_not_scaled_are_added_as_in_plain_paddle(amp, weights, backward):
-    parameter = weights(1.0)
-    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
-    (parameter * 3).sum().backward()
-    backward(parameter.sum(), opt)
-    opt.step()
-    assert parameter.item() == 1.0 - 0.5 * 4
-
-
-@pytest.mark.parametrize("step", ["step", "unscale", "scale_loss"])
-def test_another_scale_added_to_pending_gradients_is_refused(amp, weights, backward, step):
-    parameter, other = weights(1.0), weights(1.0)
-    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
-    generator = amp.wrap_optimizer(sgd(other), loss_scale=4.0)
-    backward(parameter.sum(), opt)
-    backward(parameter.sum() + other.sum(), generator)
-    calls = {
-        "step": opt.step,
-        "unscale": lambda: ampx.unscale(opt),
-        "scale_loss": lambda: backward(parameter.sum(), opt),
-    }
-    with pytest.raises(ampx.ProtocolError, match=r"carry the scales 4, 65536 now; .*call opt\.clear_grad"):
-        calls[step]()
-    assert parameter.item() == 1.0
-    opt.clear_grad()
-    backward(parameter.sum(), opt)
-    opt.step()
-    assert parameter.item() == 0.5
 
 
 def test_the_same_scale_may_be_added_to_pending_gradients(amp, weights, backward):
@@ -153,7 +87,7 @@ def test_a_scaled_loss_of_others_added_to_true_gradients_is_refused(amp, weights
         "unscale": lambda: ampx.unscale(opt),
         "clip_grad_norm": lambda: ampx.clip_grad_norm(opt, 1.0),
     }
-    with pytest.raises(ampx.ProtocolError, match=rf"carry the scales 1, {scale:g} now; .*call opt\.clear_grad"):
+    with pytest.raises(ampx.ProtocolError, match=r"more than one loss scale.*Call opt\.zero_grad"):
         calls[call]()
     assert (parameter.item(), parameter.grad.item(), opt.loss_scale) == (1.0, 1.0 + scale, 2.0**16)
     opt.clear_grad()
@@ -202,7 +136,7 @@ def test_a_scaled_loss_may_run_backward_outside_as_with_a_grad_scaler(amp, weigh
         scaler.update()
     assert parameter.item() == 1.0 - 0.5 * 4 - 0.5 * 8  # the second step's gradients add to the first's
     scaler.scale(parameter.sum() + other.sum()).backward()
-    with pytest.raises(ampx.ProtocolError, match="nobody can tell"), ampx.scale_loss(other.sum(), foreign):
+    with pytest.raises(ampx.ProtocolError, match="outside of scale_loss has"), ampx.scale_loss(other.sum(), foreign):
         pass
     foreign.clear_grad()
     with ampx.scale_loss(other.sum(), foreign) as scaled:
@@ -219,7 +153,7 @@ def test_true_gradients_are_not_taken_for_those_of_a_scaled_loss_that_reached_no
     opt, reached = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[owned])) for owned in (parameter, other))
     backward(other.sum(), [opt, reached])
     (parameter * 3).sum().backward()
-    with pytest.raises(ampx.ProtocolError, match=r"carry the scales 1, 65536 now; .*call opt\.clear_grad"):
+    with pytest.raises(ampx.ProtocolError, match=r"outside of scale_loss has added.*Call opt\.zero_grad"):
         backward(parameter.sum(), opt)
     assert (parameter.item(), parameter.grad.item(), opt.loss_scale) == (1.0, 3.0, 2.0**16)
     opt.clear_grad()
@@ -238,39 +172,12 @@ def test_a_scaled_loss_that_runs_backward_after_unscale_is_refused(amp, weights)
     scaled.backward(retain_graph=True)
     scaler.unscale_(opt)
     scaled.backward()
-    with pytest.raises(ampx.ProtocolError, match=r"call opt\.clear_grad"):
+    with pytest.raises(ampx.ProtocolError, match=r"outside of scale_loss has added.*Call opt\.zero_grad"):
         scaler.step(opt)
     assert (parameter.item(), opt.loss_scale) == (1.0, 2.0**16)
 
 
 # -- gradients that change after they were made true -----------------------------------------------------------------
-
-
-def unscaled(opt):
-    ampx.unscale(opt)
-
-
-def clipped(opt):
-    assert ampx.clip_grad_norm(opt, 100.0).item() == pytest.approx(math.sqrt(2))
-
-
-@pytest.mark.parametrize("look", [unscaled, clipped])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 50.0}])
-def test_an_infinity_written_after_unscale_is_not_applied(amp, weights, backward, look, bad, options):
-    """As gradients summed by hand over processes are: the last look is the step's."""
-    parameter = weights(1.0, 1.0)
-    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]), **options)
-    backward(parameter.sum(), opt)
-    look(opt)
-    parameter.grad = paddle.to_tensor([1.0, bad])
-    opt.step()
-    assert not opt.last_step.applied
-    assert (opt.loss_scale, parameter.tolist()) == (2.0**15, [1.0, 1.0])
-    opt.clear_grad()
-    backward(parameter.sum(), opt)
-    opt.step()
-    assert parameter.tolist() == [0.5, 0.5]
 
 
 def test_an_infinity_written_inside_a_closure_is_not_applied(amp, weights, backward):
@@ -288,31 +195,6 @@ def test_an_infinity_written_inside_a_closure_is_not_applied(amp, weights, backw
     opt.step(closure)
     assert not opt.last_step.applied
     assert parameter.tolist() == [1.0, 1.0]
-
-
-# -- norms -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["step", "by hand"])
-@pytest.mark.parametrize("size", [1e25, 3e38])
-@pytest.mark.parametrize("bounds", [{}, {"max_grad_value": 3.2e38}])
-def test_a_norm_beyond_float32_clips_rightly(weights, backward, how, size, bounds):
-    """By NumPy in float64; RAdam makes NaN of the zeros that a norm of inf would leave on a first step."""
-    amp = ampx.init("paddle", level="O0", loss_scale=1.0)
-    parameter = weights(1.0, 1.0)
-    raw = paddle.optimizer.RAdam(0.5, parameters=[parameter])
-    opt = amp.wrap_optimizer(raw, **bounds, **({"max_grad_norm": 2.0} if how == "step" else {}))
-    slopes = paddle.to_tensor([1.0, 0.5])
-    backward((parameter * slopes * size).sum(), opt)
-    true = np.array([1.0, 0.5]) * np.float64(np.float32(size))
-    if how == "by hand":
-        assert ampx.clip_grad_norm(opt, 2.0).item() == pytest.approx(np.linalg.norm(true), rel=1e-6)
-        expected = 2.0 * true / np.linalg.norm(true)
-        assert parameter.grad.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
-    opt.step()
-    assert opt.last_step.applied
-    assert opt.last_step.grad_norm == pytest.approx(np.linalg.norm(true), rel=1e-6)
-    assert np.isfinite(parameter.numpy()).all()
 
 
 # -- an optimizer that takes the same gradients every time -----------------------------------------------------------
@@ -361,22 +243,6 @@ def test_gradients_that_were_left_add_up_over_loss_scales_that_are_far_apart(bef
 
 def bits(*parameters):
     return [parameter.grad.numpy().tobytes() for parameter in parameters]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["fine first", "skipped first"])
-@pytest.mark.parametrize("pending", [False, True], ids=["left by a step", "of another loss id"])
-def test_a_list_refused_for_one_optimizer_leaves_the_gradients_of_all(amp, weights, backward, order, pending):
-    fine, skipped = weights(1.0), weights(1.0)
-    opts = [amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[own])) for own in (fine, skipped)]
-    backward((fine * 0.1).sum(), opts[0])
-    if not pending:
-        opts[0].step()
-    backward((skipped * math.inf).sum(), opts[1])
-    opts[1].step()
-    before = bits(fine, skipped), amp.state_dict()
-    with pytest.raises(ampx.ProtocolError, match="skipped step"):
-        backward(fine.sum() + skipped.sum(), [opts[place] for place in order], loss_id=1)
-    assert (bits(fine, skipped), amp.state_dict()) == before
 
 
 def test_a_list_refused_because_gradients_cannot_be_kept_apart_leaves_the_gradients_of_all(amp, weights, backward):

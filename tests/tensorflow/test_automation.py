@@ -678,16 +678,6 @@ def test_an_unedited_program_is_as_accurate_as_in_float32(start, name, steps):
     assert abs(accuracy - exact_accuracy) <= 3 * math.sqrt(2 * exact_accuracy * (1 - exact_accuracy) / 397)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_that_need_a_model_are_refused(level):
-    run = Run("tensorflow", RunSettings(level=level))
-    with (
-        pytest.raises(ampx.RunRefusedError, match="which model that is cannot be told"),
-        offer(Registry().load("tensorflow"), Automation).automate(run),
-    ):
-        pass
-
-
 class Losses(keras.callbacks.Callback):
     """The loss of every batch: Keras shows the mean of the epoch up to now, which is forgotten here."""
 

@@ -126,14 +126,6 @@ def test_an_overflow_is_refused_with_its_layer():
     np.testing.assert_array_equal(low(batch), model(batch))
 
 
-def test_a_session_changes_nothing_of_a_conversion():
-    alone = ampx.convert(network(), "bfloat16", batches=[IMAGES])
-    with ampx.init("tensorflow", dtype="bfloat16", device="cpu"):
-        inside = ampx.convert(network(), "bfloat16", batches=[IMAGES])
-    assert dtypes(inside) == dtypes(alone)
-    np.testing.assert_array_equal(numbers(inside(IMAGES))["scores"], numbers(alone(IMAGES))["scores"])
-
-
 class Tied(keras.layers.Layer):
     """Multiplies by a weight of another layer."""
 

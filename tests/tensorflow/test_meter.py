@@ -9,7 +9,7 @@ from metering import count
 import ampx
 from ampx.numerics.meter import Meter
 from ampx.numerics.rounding import sample
-from ampx.protocol import METER_EVERY
+from ampx.rooms import METER_EVERY
 
 EVERY = 4
 

@@ -244,7 +244,7 @@ print(float(f()))
     run = tf.function(lambda: opt.scale_loss(tf.constant(1.0)), autograph=False)
     run()
     opt.build([tf.Variable([1.0])])
-    opt._slots.pending.assign(0.0)
+    opt.zero_grad()
     opt.dynamic_scale.assign(2.0)
     assert float(run()) == 2.0
 

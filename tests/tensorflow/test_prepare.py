@@ -564,31 +564,6 @@ def test_resuming_continues_bit_identically(way, tmp_path):
 # -- calls -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_preparing_the_same_again_changes_nothing(level):
-    amp, model, raw = init(level), net(), keras.optimizers.Adam(0.1)
-    raw.build(model.trainable_variables)
-    amp.prepare(model, raw)
-    before = [(variable, variable.value) for variable in [*model.variables, *raw.variables]]
-    assert amp.prepare(model, raw) == (model, raw)
-    after = [(variable, variable.value) for variable in [*model.variables, *raw.variables]]
-    assert all(a is c and b is d for (a, b), (c, d) in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_level_that_needs_prepare_does_not_train_in_float32_without_it(level):
-    amp, model = init(level), net()
-    opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1))
-    before = model.get_weights()
-    with pytest.raises(ampx.ProtocolError, match="prepare"):
-        step(opt, model)
-    assert_same(model.get_weights(), before)
-    opt.zero_grad()
-    amp.prepare(model, opt)
-    step(opt, model)
-    assert opt.last_step.applied
-
-
 def test_an_optimizer_that_was_built_on_low_precision_is_refused():
     amp, model, raw = init(), net(), keras.optimizers.Adam(0.1)
     amp.prepare(model)

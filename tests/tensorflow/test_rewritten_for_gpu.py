@@ -377,8 +377,8 @@ def test_a_step_from_a_checkpoint_is_the_same_graph_of_variables_with_the_same_b
 def test_a_step_that_holds_the_loss_scale_of_its_trace_is_noticed(tmp_path, monkeypatch):
     def factor(self, group, loss_id):
         with tf.init_scope():
-            self.given = tf.constant(float(self.scale))
-        return tf.constant(float(self.given))
+            self.last_factor = tf.constant(float(self.scale))
+        return tf.constant(float(self.last_factor))
 
     monkeypatch.setattr(device_scale.VariableLedger, "factor", factor)
     before = trace(layers)

@@ -181,30 +181,6 @@ def test_backward_under_autocast_does_not_occur_with_ampx():
     assert torch.equal(island_gradient(backward), expected)
 
 
-class MatrixStep(torch.optim.SGD):
-    """An optimizer whose update multiplies matrices, as Shampoo and Muon do."""
-
-    def step(self, closure=None):
-        self.product = (self.param_groups[0]["params"][0].detach() @ torch.ones(4, 4)).dtype
-
-
-def test_the_optimizer_step_runs_with_casting_off(amp):
-    weight = nn.Parameter(torch.ones(4, 4))
-    opt = amp.wrap_optimizer(MatrixStep([weight], lr=1.0))
-    with amp.scale_loss(weight.sum(), opt) as scaled:
-        scaled.backward()
-    opt.step()
-    assert opt.optimizer.product == torch.float32
-    assert torch.is_autocast_enabled("cpu")
-
-
-def test_init_switches_casting_on_and_shutdown_restores_what_was(amp):
-    linear, x = nn.Linear(4, 4), torch.ones(2, 4)
-    assert linear(x).dtype == DTYPES[amp.plan.dtype]
-    amp.shutdown()
-    assert linear(x).dtype == torch.float32
-
-
 def test_shutdown_restores_flags_the_user_had_set(native):
     torch.set_autocast_cache_enabled(False)
     try:
@@ -214,57 +190,6 @@ def test_shutdown_restores_flags_the_user_had_set(native):
         assert flags() == before
     finally:
         torch.set_autocast_cache_enabled(True)
-
-
-def test_a_second_init_replaces_the_first_and_still_restores_everything():
-    before = flags()
-    ampx.init("torch", dtype="bfloat16", device="cpu", deny=[torch.softmax])
-    ampx.init("torch", dtype="float16", device="cpu")
-    assert torch.get_autocast_dtype("cpu") == torch.float16
-    ampx.shutdown()
-    assert flags() == before
-
-
-def test_regions_nest_and_restore_after_exceptions(amp):
-    x, low = torch.ones(2, 2), DTYPES[amp.plan.dtype]
-    seen = []
-    with amp.autocast(False):
-        seen.append((x @ x).dtype)
-        with contextlib.suppress(ZeroDivisionError), amp.autocast():
-            seen.append((x @ x).dtype)
-            raise ZeroDivisionError
-        seen.append((x @ x).dtype)
-        with amp.autocast(), amp.autocast(False):
-            seen.append((x @ x).dtype)
-    seen.append((x @ x).dtype)
-    assert seen == [torch.float32, low, torch.float32, torch.float32, low]
-
-
-def test_a_region_of_another_dtype_restores_the_sessions():
-    amp = ampx.init("torch", dtype="bfloat16", device="cpu")
-    x = torch.ones(2, 2)
-    with amp.autocast(dtype="float16"):
-        assert (x @ x).dtype == torch.float16
-    assert (x @ x).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_shutdown_inside_a_region_leaves_casting_off(enabled):
-    before = flags()
-    amp = ampx.init("torch", dtype="bfloat16", device="cpu")
-    with amp.autocast(enabled):
-        amp.shutdown()
-    assert flags() == before
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_init_inside_a_region_survives_the_region(enabled):
-    amp = ampx.init("torch", dtype="bfloat16", device="cpu")
-    with amp.autocast(enabled):
-        ampx.init("torch", dtype="float16", device="cpu")
-    assert torch.is_autocast_enabled("cpu")
-    assert torch.get_autocast_dtype("cpu") == torch.float16
-    assert not torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -323,25 +248,6 @@ def test_packed_sequences_are_cast():
     assert isinstance(result, nn.utils.rnn.PackedSequence)
     assert result.data.dtype == torch.bfloat16
     assert torch.equal(result.batch_sizes, packed.batch_sizes)
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "expected"),
-    [
-        ([torch.float16, torch.float16], torch.float16),
-        ([torch.float16, torch.float32], torch.float32),
-        ([torch.float16, torch.int64], torch.float16),
-    ],
-)
-def test_promote_function_computes_in_the_widest_dtype(dtypes, expected):
-    amp = ampx.init("torch", dtype="float16", device="cpu")
-
-    @amp.promote_function
-    def add(a, b=None):
-        assert not torch.is_autocast_enabled("cpu")
-        return a.to(expected) if not b.is_floating_point() else a + b
-
-    assert add(torch.ones(2, dtype=dtypes[0]), b=torch.ones(2, dtype=dtypes[1])).dtype == expected
 
 
 @pytest.mark.gpu

@@ -159,17 +159,6 @@ def test_classes_are_denied_too():
     assert (low[0].weight.dtype, low[2].weight.dtype) == (torch.float32, LOW)
 
 
-def test_a_session_changes_nothing_of_a_conversion():
-    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
-    alone = ampx.convert(model, "bfloat16", batches=[batch])(batch)
-    with ampx.init("torch", dtype="bfloat16", device="cpu") as amp:
-        ampx.prepare(model)
-        inside = ampx.convert(model, "bfloat16", batches=[batch])
-        assert torch.is_autocast_enabled("cpu")
-        with amp.autocast(False):
-            assert torch.equal(inside(batch), alone)
-
-
 def test_a_converted_model_is_saved_copied_and_pickled():
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)), torch.randn(2, 64)
     low = ampx.convert(model, batches=[batch])

@@ -10,8 +10,6 @@ from torch import nn
 
 import ampx
 
-INF = float("inf")
-
 
 @pytest.fixture(params=[False, True], ids=["host", "device"])
 def opt(request, amp):
@@ -21,82 +19,6 @@ def opt(request, amp):
 
 def parameter_of(opt):
     return opt.param_groups[0]["params"][0]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (5, 0, 5), (0, 0, 1, 1, 0), (2,)], ids=str)
-def test_gradients_of_losses_with_different_scales_add_up_to_the_true_ones(order, opt, amp, backward):
-    for loss_id in set(order):
-        set_scale(amp, loss_id, 2.0 ** (4 + loss_id))
-    parameter = parameter_of(opt)
-    for position, loss_id in enumerate(order):
-        backward((parameter * 2.0**position).sum(), opt, loss_id=loss_id)
-    total = float(2 ** len(order) - 1)
-    opt.step()
-    assert opt.last_step.applied
-    assert parameter.tolist() == [1 - total] * 2
-    assert opt.last_step.scale == 2.0 ** (4 + min(order))
-
-
-def test_only_the_loss_that_overflows_backs_off_and_the_whole_step_is_skipped(opt, amp, backward):
-    parameter = parameter_of(opt)
-    for bad in (1, 0):
-        opt.zero_grad()
-        for loss_id in (0, 1):
-            backward((parameter * (INF if loss_id == bad else 1.0)).sum(), opt, loss_id=loss_id)
-        opt.step()
-        assert parameter.tolist() == [1.0, 1.0]
-        assert not opt.last_step.applied
-    assert scales(amp) == {0: 2.0**15, 1: 2.0**15}
-    opt.zero_grad()
-    for loss_id in (0, 1):
-        backward(parameter.sum(), opt, loss_id=loss_id)
-    opt.step()
-    assert parameter.tolist() == [-1.0, -1.0]
-
-
-def test_overflow_early_in_a_window_of_several_losses_is_remembered(opt, amp, backward):
-    parameter = parameter_of(opt)
-    for loss_id, factor in ((0, INF), (1, 1.0), (0, 1.0), (1, 1.0)):
-        backward((parameter * factor).sum(), opt, loss_id=loss_id)
-    opt.step()
-    assert parameter.tolist() == [1.0, 1.0]
-    assert scales(amp) == {0: 2.0**15, 1: 2.0**16}
-
-
-def test_an_exception_in_a_later_losss_body_keeps_the_earlier_ones_gradients(opt, amp, backward):
-    parameter = parameter_of(opt)
-    set_scale(amp, 1, 8.0)
-    backward(parameter.sum(), opt, loss_id=0)
-
-    def failing():
-        with ampx.scale_loss((parameter * 4).sum(), opt, loss_id=1) as scaled:
-            scaled.backward()
-            raise KeyError
-
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            failing()
-    backward((parameter * 2).sum(), opt, loss_id=1)
-    opt.step()
-    assert parameter.tolist() == [-2.0, -2.0]
-
-
-@pytest.mark.parametrize("how", ["opt", "model"])
-def test_clearing_inside_a_later_losss_body_drops_the_earlier_ones_gradients(how, opt, amp, backward):
-    parameter = parameter_of(opt)
-    backward((parameter * INF).sum(), opt, loss_id=0)
-    if how == "model":
-        parameter.grad = None
-        backward(parameter.sum(), opt, loss_id=1)
-    else:
-        with ampx.scale_loss(parameter.sum(), opt, loss_id=1) as scaled:
-            opt.zero_grad()
-            scaled.backward()
-    opt.step()
-    assert parameter.tolist() == [0.0, 0.0]
-    counted = {entry["loss_id"]: entry["growth_tracker"] for entry in amp.state_dict(opt)["groups"][0]["losses"]}
-    assert counted == {0: 0, 1: 1}
-    assert scales(amp)[0] == 2.0**16
 
 
 def test_gradients_that_are_views_of_a_buffer_stay_views_and_are_not_overwritten(opt, amp):
@@ -115,17 +37,6 @@ def test_gradients_that_are_views_of_a_buffer_stay_views_and_are_not_overwritten
     assert parameter.grad.data_ptr() == buffer[1:3].data_ptr()
     opt.step()
     assert parameter.tolist() == [-2.0, -2.0]
-
-
-def test_unscale_and_clipping_see_the_sum_of_all_losses(opt, amp, backward):
-    parameter = parameter_of(opt)
-    set_scale(amp, 1, 4.0)
-    backward((parameter * 3).sum(), opt, loss_id=0)
-    backward(parameter.sum(), opt, loss_id=1)
-    norm = ampx.clip_grad_norm(opt, 1.0)
-    assert norm.item() == pytest.approx(32**0.5)
-    opt.step()
-    torch.testing.assert_close(parameter.detach(), torch.full((2,), 1 - 0.5**0.5), rtol=1e-6, atol=1e-6)
 
 
 Pair = namedtuple("Pair", "first second")
@@ -153,15 +64,6 @@ def test_a_tree_of_losses_comes_back_scaled_in_the_same_shape(build, opt, amp):
             entry.backward()
     opt.step()
     assert parameter.tolist() == [-2.0, -2.0]
-
-
-@pytest.mark.parametrize("bad", [-1, "0", 1.0, True, None], ids=repr)
-def test_a_loss_id_that_is_none_is_refused(bad, opt, amp):
-    with (
-        pytest.raises(ampx.InvalidOptionError, match="loss_id"),
-        ampx.scale_loss(parameter_of(opt).sum(), opt, loss_id=bad),
-    ):
-        pytest.fail("the body ran")
 
 
 # -- sums, and losses without gradients ------------------------------------------------------------------
@@ -195,17 +97,6 @@ def test_a_sum_that_overflows_counts_for_the_loss_that_came_last(opt, amp, backw
     opt.step()
     assert not opt.last_step.applied
     assert scales(amp) == {0: 2.0, 1: 4.0}
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
-def test_a_loss_whose_backward_reaches_nothing_is_not_counted(order, opt, amp, backward):
-    parameter, elsewhere = parameter_of(opt), nn.Parameter(torch.ones(2))
-    for loss_id in order:
-        backward((elsewhere if loss_id else parameter).sum(), opt, loss_id=loss_id)
-    opt.step()
-    trackers = {entry["loss_id"]: entry["growth_tracker"] for entry in amp.state_dict(opt)["groups"][0]["losses"]}
-    assert (trackers[0], trackers.get(1, 0)) == (1, 0)
-    assert parameter.tolist() == [0.0, 0.0]
 
 
 def test_testing_the_sum_costs_no_wait_on_the_host(amp, backward):

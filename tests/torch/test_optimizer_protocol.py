@@ -1,7 +1,6 @@
 """Training patterns: accumulation, several optimizers, groups, clipping, frozen and missing gradients."""
 
 import copy
-import itertools
 import warnings
 import weakref
 
@@ -96,49 +95,7 @@ def test_frozen_and_unused_parameters_stay_and_the_others_step(amp, backward):
     assert frozen.tolist() == [-0.5, -0.5]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_clearing_gradients_skips_the_step_by_hand_and_the_scale_stays(set_to_none, amp, backward):
-    parameter, raw = parameter_and_optimizer()
-    opt = ampx.wrap_optimizer(raw)
-    backward((parameter * INF).sum(), opt)
-    opt.zero_grad(set_to_none=set_to_none)
-    assert (parameter.grad is None) == set_to_none
-    assert opt.last_step is None
-    assert opt.loss_scale == 2.0**16
-    backward(parameter.sum(), opt)
-    opt.step()
-    assert parameter.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
-def test_clearing_through_the_model_skips_the_step_by_hand(unscaled, amp, backward):
-    parameter, raw = parameter_and_optimizer()
-    opt = ampx.wrap_optimizer(raw)
-    backward((parameter * INF).sum(), opt)
-    if unscaled:
-        ampx.unscale(opt)
-    parameter.grad = None
-    backward(parameter.sum(), opt)
-    opt.step()
-    assert opt.last_step.applied
-    assert parameter.tolist() == [0.0, 0.0]
-    assert opt.loss_scale == 2.0**16
-
-
 # -- accumulation ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bad", [None, 0, 1, 2])
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_overflow_anywhere_in_an_accumulation_window_drops_the_whole_window(bad, on_device, amp, backward):
-    parameter, raw = parameter_and_optimizer(fused=True)
-    opt = ampx.wrap_optimizer(raw, device_scale=on_device)
-    for position in range(3):
-        backward((parameter * (INF if position == bad else 1.0)).sum(), opt)
-    opt.step()
-    assert parameter.tolist() == ([-2.0, -2.0] if bad is None else [1.0, 1.0])
-    assert opt.last_step.applied == (bad is None)
-    assert opt.loss_scale == (2.0**16 if bad is None else 2.0**15)
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
@@ -158,61 +115,6 @@ def test_the_scale_is_frozen_within_a_window_even_when_a_state_is_loaded(on_devi
 
 
 # -- several optimizers ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations("gd")), ids="".join)
-def test_two_optimizers_of_a_gan_keep_scales_of_their_own_in_any_order(order, amp, backward):
-    generator, generator_raw = parameter_and_optimizer()
-    critic, critic_raw = parameter_and_optimizer()
-    opts = {"g": ampx.wrap_optimizer(generator_raw), "d": ampx.wrap_optimizer(critic_raw)}
-    for bad in (True, False):
-        for opt in opts.values():
-            opt.zero_grad()
-        # Both losses in one iteration; only the critic's overflows.
-        backward((critic * (INF if bad else 1.0)).sum(), opts["d"])
-        backward(generator.sum(), opts["g"])
-        for name in order:
-            opts[name].step()
-    assert (opts["g"].loss_scale, opts["d"].loss_scale) == (2.0**16, 2.0**15)
-    assert generator.tolist() == [-1.0, -1.0]
-    assert critic.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
-def test_one_backward_serves_optimizers_with_different_scales(order, amp):
-    pairs = [parameter_and_optimizer() for _ in range(2)]
-    opts = [
-        ampx.wrap_optimizer(raw, loss_scale=scale) for (_, raw), scale in zip(pairs, (2.0**10, 2.0**4), strict=True)
-    ]
-    with ampx.scale_loss(sum(parameter.sum() for parameter, _ in pairs), opts) as scaled:
-        assert scaled.item() == 4 * 2.0**4  # the smaller overflows in neither
-        scaled.backward()
-    for index in order:
-        opts[index].step()
-    assert [parameter.tolist() for parameter, _ in pairs] == [[0.0, 0.0]] * 2
-
-
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_a_group_shares_one_scale_that_moves_once_after_the_last_member(on_device, amp, backward):
-    (first, first_raw), (second, second_raw) = (parameter_and_optimizer(fused=True) for _ in range(2))
-    opts = ampx.wrap_optimizer(
-        [first_raw, second_raw], device_scale=on_device, loss_scale=ampx.LossScale(growth_interval=2)
-    )
-    backward((first * INF).sum(), opts[0])
-    backward(second.sum(), opts[1])
-    opts[0].step()
-    assert opts[1].loss_scale == 2.0**16  # the second's gradients still carry it
-    opts[1].step()
-    assert second.tolist() == [0.0, 0.0]  # its own gradients were finite
-    assert opts[0].loss_scale == opts[1].loss_scale == 2.0**15
-    for _ in range(2):
-        for parameter, opt in ((first, opts[0]), (second, opts[1])):
-            opt.zero_grad()
-            backward(parameter.sum(), opt)
-        for opt in opts:
-            opt.step()
-    assert opts[0].loss_scale == 2.0**16
-    assert len(amp.state_dict()["groups"]) == 1
 
 
 def test_a_group_of_which_some_cannot_keep_the_scale_on_the_device_keeps_it_on_the_host(amp):

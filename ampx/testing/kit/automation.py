@@ -11,6 +11,7 @@ import pytest
 
 import ampx
 from ampx.backend import offer
+from ampx.policy import OptLevel
 from ampx.run import Automation, Run, RunSettings
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, Bench
@@ -92,6 +93,16 @@ class AutomationTests(KitTests):
         bench.train_plainly(OVERFLOW)
         assert bench.values() != self.plain().values(), "a step without ampx was skipped"
         assert run.recorder.steps == 1
+
+    @requires("automation")
+    def test_levels_that_need_a_model_are_refused(self) -> None:
+        """Before anything is patched: which model is to be prepared cannot be told from outside."""
+        levels: tuple[OptLevel, ...] = ("O2", "O3")
+        for level in levels:
+            run = Run(self.backend.name, RunSettings(level=level, device=self.subject.device))
+            with pytest.raises(ampx.RunRefusedError, match=f"--level {level} needs"), self._inside(run):
+                pass
+            assert self.subject.casting() == self.outside
 
     def _fresh_run(self) -> Run:
         dtype = self.subject.dtype if self.declares("casting") else "float32"

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import ampx
+from ampx.rooms import is_there
 from ampx.testing.base import KitTests, requires
+from ampx.testing.bench import FINITE, OVERFLOW, Bench
 from ampx.testing.checks import refused
+from ampx.testing.kit.orders import on_parameters
 
 
 class OptimizerErrorTests(KitTests):
@@ -83,6 +86,9 @@ class OptimizerErrorTests(KitTests):
             lambda: ampx.scale_loss(bench.loss(), bench.raw),
             lambda: ampx.unscale(bench.raw),
             lambda: ampx.clip_grad_norm(bench.raw, 1.0),
+            lambda: ampx.gate(object(), bench.raw),
+            lambda: ampx.prepare(bench.raw),
+            *([lambda: ampx.trace_overflow(bench.raw)] if is_there("ampx.numerics") else []),
             lambda: ampx.autocast().__enter__(),
             ampx.state_dict,
             lambda: ampx.load_state_dict({}),
@@ -114,6 +120,7 @@ class ProtocolErrorTests(KitTests):
             lambda: amp.clip_grad_norm(bench.raw, 1.0),
             lambda: amp.gate(object(), bench.raw),
             lambda: amp.state_dict(bench.raw),
+            lambda: amp.load_state_dict({}, bench.raw),
         )
         for call in calls:
             with refused(ampx.NotWrappedError, passed="did not return", accepted="wrapped", advice="wrap_optimizer"):
@@ -128,6 +135,28 @@ class ProtocolErrorTests(KitTests):
             with refused(ampx.InvalidOptionError, passed=passed, accepted="different ones", advice="Pass"):
                 amp.scale_loss(bench.loss(), wrong)
         assert bench.train().applied
+
+    @on_parameters
+    def test_a_list_refused_for_one_optimizer_leaves_all_as_they_were(self) -> None:
+        """The gradients of a skipped step were not cleared, and the others are left by a step, or of another loss."""
+        for pending in (False, True)[: 1 + self.declares("per_loss_scales")]:
+            amp = self.start()
+            fine, skipped = benches = self.bench(amp), self.bench(amp)
+            fine.accumulate()
+            if not pending:
+                fine.step(forget=False)
+            skipped.accumulate(OVERFLOW)
+            skipped.step(forget=False)
+
+            def look(bench: Bench) -> str:
+                return repr((bench.snapshot(), bench.saved(), self.subject.gradients(bench.parameters)))  # NaN, too
+
+            before = [look(bench) for bench in benches]
+            for order in (benches, benches[::-1]):
+                loss = self.subject.loss([*fine.parameters, *skipped.parameters], [*FINITE, *FINITE])
+                with refused(ampx.ProtocolError, passed="skipped step", accepted="accepted: cleared", advice="Call"):
+                    amp.scale_loss(loss, [bench.opt for bench in order], loss_id=int(pending)).__enter__()
+            assert [look(bench) for bench in benches] == before
 
 
 class LossErrorTests(KitTests):

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import pkgutil
+from typing import Any
 
 import pytest
 
 import ampx
 from ampx.backend import CONTRACTS, Device, offer
+from ampx.policy import OptLevel
 from ampx.rooms import is_there
 from ampx.testing.base import KitTests, requires
-from ampx.testing.bench import FINITE, OVERFLOW
+from ampx.testing.bench import FINITE, OVERFLOW, Bench
 from ampx.testing.checks import refused
+from ampx.testing.harness import Chosen
+from ampx.testing.kit.orders import with_optimizer_objects
+
+
+def small(bench: Bench) -> Chosen:
+    """Return gradients that no dtype overflows with, scaled."""
+    return [[2.0**-4] * len(values) for values in bench.values()]
 
 
 class SessionTests(KitTests):
@@ -150,14 +159,94 @@ class CapabilityTests(KitTests):
             assert fallen.effective.dtype == device.preferred
         assert not self.declares("casting") or self.subject.dtype in device.native | device.emulated
 
+
+class LevelTests(KitTests):
+    """`prepare`, and the levels that need it."""
+
+    @property
+    def levels(self) -> list[OptLevel]:
+        """The levels that need `prepare`."""
+        return sorted(self.backend.capabilities.levels & {"O2", "O3"})
+
+    def over(self, model: Any) -> Bench:
+        """Make an optimizer over the parameters of a model."""
+        bench = self.plain()
+        bench.parameters = self.subject.parameters_of(model)
+        bench.raw = self.subject.optimizer(bench.parameters, momentum=False)
+        return bench
+
+    def look(self, model: Any) -> list[tuple[str, list[float]]]:
+        """Read the parameters of a model, and their dtypes."""
+        return [(self.subject.dtype_of(p), self.subject.numbers(p)) for p in self.subject.parameters_of(model)]
+
     @requires("prepare")
     def test_prepare_gives_the_parameters_their_dtype(self) -> None:
         """At O3 every parameter has the compute dtype; at O0 and O1 the model stays as it is."""
         for level in sorted(self.backend.capabilities.levels & {"O0", "O1", "O3"}):
-            amp = self.start(level=level)
-            prepared = amp.prepare(self.subject.model())
-            dtypes = {self.subject.dtype_of(parameter) for parameter in self.subject.parameters_of(prepared)}
-            assert dtypes == {self.subject.dtype if level == "O3" else "float32"}
+            amp, model = self.start(level=level), self.subject.model()
+            kind, before = type(model), self.look(model)
+            prepared = amp.prepare(model)
+            assert {dtype for dtype, _ in self.look(prepared)} == {self.subject.dtype if level == "O3" else "float32"}
+            if level != "O3":
+                assert prepared is model
+                assert (type(model), self.look(model)) == (kind, before)
+
+    @requires("prepare")
+    def test_preparing_the_same_again_changes_nothing(self) -> None:
+        """Neither the parameters, nor what the optimizer updates."""
+        for level in self.levels:
+            amp, model = self.start(level=level), self.subject.model()
+            bench = self.over(model)
+            model, opt = amp.prepare(model, amp.wrap_optimizer(bench.raw))
+            before = self.look(model)
+            again, other = amp.prepare(model, opt)
+            assert self.look(again) == self.look(amp.prepare(again)) == before
+            if self.declares("optimizer objects"):
+                assert (again, other) == (model, opt)
+            bench.parameters = self.subject.parameters_of(again)
+            assert bench.join(amp, other).train(small(bench)).applied
+
+    @requires("prepare")
+    def test_a_level_that_needs_prepare_does_not_train_without_it(self) -> None:
+        """It would train in float32: the loss or the step is refused, and `prepare` may come after that."""
+        for level in self.levels:
+            amp, model = self.start(level=level), self.subject.model()
+            bench = self.over(model).wrap(amp)
+            before = self.look(model)
+            with pytest.raises(ampx.ProtocolError, match="prepare"):
+                bench.train(small(bench))
+            assert self.look(model) == before
+            bench.pending = None
+            if self.declares("optimizer objects"):
+                self.subject.zero_grad(bench.opt)
+            model, opt = amp.prepare(model, bench.wrapped)
+            bench.parameters = self.subject.parameters_of(model)
+            assert bench.join(amp, opt).train(small(bench)).applied
+
+    @requires("prepare")
+    @with_optimizer_objects
+    def test_preparing_while_gradients_are_pending_is_refused(self) -> None:
+        """They belong to the parameters as they were; the other model stays in float32."""
+        amp, first, second = self.start(level=self.levels[0]), self.subject.model(), self.subject.model()
+        bench = self.plain()
+        bench.raw = self.subject.optimizer(
+            [*self.subject.parameters_of(first), *self.subject.parameters_of(second)], momentum=False
+        )
+        first, opt = amp.prepare(first, amp.wrap_optimizer(bench.raw))
+        bench.parameters = self.subject.parameters_of(first)
+        bench.join(amp, opt).accumulate(small(bench))
+        before = self.look(second)
+        with pytest.raises(ampx.ProtocolError, match="pending"):
+            amp.prepare(second, opt)
+        assert self.look(second) == before
+
+    @requires("prepare")
+    def test_only_models_are_prepared(self) -> None:
+        """The error says what came instead."""
+        amp = self.start(level=self.levels[0])
+        for wrong in (3, "model"):
+            with pytest.raises(ampx.InvalidOptionError, match=type(wrong).__name__):
+                amp.prepare(wrong)
 
     @requires("master_weights")
     def test_master_weights_gather_small_updates(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import ampx
 from ampx.policy import Dtype
@@ -13,7 +15,7 @@ OTHER = ((-1.5, 0.125), (2.0,))
 NORM = math.sqrt(0.25**2 + 0.5**2 + 1.5**2)
 
 
-def near(a: list[list[float]], b: list[list[float]]) -> bool:
+def near(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Compare to the accuracy of float32: frameworks compute norms in different orders."""
     flat = [(x, y) for vector, other in zip(a, b, strict=True) for x, y in zip(vector, other, strict=True)]
     return all(math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6) for x, y in flat)
@@ -133,6 +135,28 @@ class ClippingTests(KitTests):
         bench.train()
         plain.train_plainly([[max(-0.375, min(0.375, value)) for value in slopes] for slopes in FINITE])
         assert bench.values() == plain.values()
+
+    @requires("clipping")
+    def test_a_norm_beyond_float32_clips_rightly(self) -> None:
+        """The squares overflow: a norm of inf would leave zeros. Arithmetic in float64 is the oracle."""
+        bound = 2.0
+        for size in (1e25, 3e38):
+            slopes = ((size, -size / 2), (0.0,))
+            norm = math.hypot(*slopes[0])
+            clipped = [[slope * bound / norm for slope in row] for row in slopes]
+            amp, plain = self.start(1.0), self.plain()
+            plain.train_plainly(clipped)
+            bench = self.bench(amp, max_grad_norm=bound)
+            result = bench.train(slopes)
+            assert near(bench.values(), plain.values())
+            assert math.isclose(result.grad_norm, norm, rel_tol=1e-6)
+            if self.declares("clip_grad_norm"):
+                bench = self.bench(amp)
+                bench.accumulate(slopes)
+                assert math.isclose(float(amp.clip_grad_norm(bench.opt, bound)), norm, rel_tol=1e-6)
+                assert near(self.subject.gradients(bench.parameters), clipped)
+                assert bench.step().applied
+                assert near(bench.values(), plain.values())
 
     @requires("clipping")
     def test_clipping_skips_on_overflow(self) -> None:

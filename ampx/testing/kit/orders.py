@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import ampx
 from ampx.session import Amp
 from ampx.testing.base import KitTests, requires
-from ampx.testing.bench import FINITE, OTHER, OVERFLOW, START, Bench, multi_backward
+from ampx.testing.bench import FINITE, NAN, OTHER, OVERFLOW, START, Bench, multi_backward
 from ampx.testing.checks import refused
 from ampx.testing.harness import Chosen
 
@@ -400,8 +401,8 @@ class OrderTests(KitTests):
         amp = self.start()
         bench = self.bench(amp)
         bench.accumulate()
-        for _ in range(2):
-            amp.unscale(bench.opt)
+        for opts in (bench.opt, [bench.opt]):
+            amp.unscale(opts)
             assert self.subject.gradients(bench.parameters) == [list(slopes) for slopes in FINITE]
         if self.declares("clip_grad_norm"):
             for _ in range(2):
@@ -446,13 +447,19 @@ class OrderTests(KitTests):
     def test_writes_after_unscale(self) -> None:
         """Gradients are written after unscale."""
         amp = self.start()
-        bench = self.bench(amp)
-        for written in (OTHER, OVERFLOW):
-            bench.accumulate(FINITE)
-            amp.unscale(bench.opt)
-            self.subject.write_gradients(bench.raw, bench.parameters, written)
-            assert bench.step().applied is (written is OTHER)
-        assert bench.values() == moved(OTHER)
+        calls: list[Callable[[Any], Any]] = [amp.unscale]
+        if self.declares("clip_grad_norm"):
+            calls.append(lambda opt: amp.clip_grad_norm(opt, 100.0))
+        bounds: list[dict[str, Any]] = [{}, {"max_grad_norm": 50.0}] if self.declares("clipping") else [{}]
+        for call, bound in itertools.product(calls, bounds):
+            bench = self.bench(amp, **bound)
+            for written in (OTHER, OVERFLOW, NAN):
+                bench.accumulate(FINITE)
+                call(bench.opt)
+                self.subject.write_gradients(bench.raw, bench.parameters, written)
+                assert bench.step().applied is (written is OTHER)
+            assert bench.values() == moved(OTHER)
+            assert bench.scale == 2.0**14
 
     @on_parameters
     def test_writes_while_scaled(self) -> None:
@@ -481,7 +488,7 @@ class OrderTests(KitTests):
         bench.accumulate(FINITE)
         self.backward(bench, OTHER)
         before, saved = bench.snapshot(), bench.saved()
-        with refused(ampx.ProtocolError, passed="a backward outside", accepted="accepted: one", advice="Give"):
+        with refused(ampx.ProtocolError, passed="a backward outside", accepted="accepted: cleared", advice="Call"):
             bench.step(forget=False)
         assert (bench.snapshot(), bench.saved()) == (before, saved)
         self.trains(bench)

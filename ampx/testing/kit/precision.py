@@ -6,6 +6,7 @@ gradient is. The numbers are powers of two unless rounding is what is tested: no
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -93,7 +94,7 @@ class WatchTests(PrecisionTests):
 
     @requires("probe")
     def test_readings_equal_a_count_in_numpy(self) -> None:
-        """Outputs and their gradients, inf and NaN among them, are counted and sampled element by element."""
+        """Outputs and their gradients, inf and NaN among them, in the order in which they were computed."""
         import numpy as np  # only authors of these verbs need it
 
         from ampx.numerics.rounding import describe, sample
@@ -111,6 +112,8 @@ class WatchTests(PrecisionTests):
             reading = only(readings, name, "backward")
             assert (reading.value, reading.inputs) == (describe(gradient), Stats())
             np.testing.assert_array_equal(reading.sample, sample(gradient, 4))
+        seen = [(reading.module, reading.direction) for reading in readings if reading.module in names]
+        assert seen == [*((name, "forward") for name in names), *((name, "backward") for name in reversed(names))]
 
     @requires("probe")
     def test_the_layer_with_a_planted_overflow_is_the_first_that_is_not_finite(self) -> None:
@@ -147,10 +150,16 @@ class WatchTests(PrecisionTests):
 
     @requires("probe")
     def test_patterns_choose_the_modules(self) -> None:
-        """Only these are read, and a pattern that matches nothing is an error."""
-        model, _, names = chain = self.subject.chain(WEIGHTS, ROW)
-        _, readings = self.see((), (), watching=Watching(modules=(names[1],)), chain=chain)
+        """Only these are read, call by call, and a pattern that matches nothing is an error."""
+        model, step, names = self.subject.chain(WEIGHTS, ROW)
+        with self.probe.watch(model, Watching(modules=(names[1],), times=True)) as watch:
+            step(model)
+            step(model)
+        readings = watch.readings()
         assert {reading.module for reading in readings} == {names[1]}
+        forward = [reading for reading in readings if reading.direction == "forward"]
+        assert [reading.call for reading in forward] == [0, 1]
+        assert all(reading.seconds is not None and reading.seconds > 0 for reading in forward)
         with (
             refused(ampx.UnsupportedOpError, passed="'nowhere.*'", accepted="accepted: ", advice=""),
             self.probe.watch(model, Watching(modules=(names[1], "nowhere.*"))),
@@ -312,14 +321,15 @@ class ForceTests(PrecisionTests):
 
         for dtype in sorted(self.simulated):
             between = 1 + 2.0 ** -FORMATS[dtype].bits * 1.5  # the dtype has 1, and nothing else next to this
-            model, _, names = chain = self.subject.chain((1.0, 2.0, between), (between, 2.0**-40, -between))
+            inputs = (between, 2.0**-40, -between, 2.0**17)  # the last is beyond float16
+            model, _, names = chain = self.subject.chain((1.0, 2.0, between), inputs)
             region = self.probe.force(model, {names[1]: dtype})
             _, readings = self.see((), (), region, chain=chain)
-            received = round_to([between, 2.0**-40, -between], dtype)
+            received = round_to(inputs, dtype)
             reading = only(readings, names[1])
             assert reading.dtype == "float32"
             np.testing.assert_array_equal(reading.sample, received * 2)
-            gradient = round_to(np.full(3, between, np.float32), dtype) * 2
+            gradient = round_to(np.full(len(inputs), between, np.float32), dtype) * 2
             np.testing.assert_array_equal(only(readings, names[0], "backward").sample, gradient)
 
 
@@ -363,6 +373,33 @@ class ReplayTests(PrecisionTests):
             self.probe.replay(model, step, self.start().plan)
         assert self.subject.model_state(model) == before
 
+        def fail(model: Any) -> None:
+            step(model)
+            raise KeyError("step")
+
+        with pytest.raises(KeyError, match="step"):
+            self.probe.replay(model, fail, None)
+        assert self.subject.model_state(model) == before
+
+    @requires("probe")
+    def test_a_wrapped_optimizer_does_not_see_a_replay(self) -> None:
+        """Between the body and the step it changes neither pending gradients nor their loss scale."""
+        if not self.declares("implicit gradients"):
+            pytest.skip(f"backend {self.backend.name!r} has gradients as values: a replay cannot touch them")
+        amp = self.start(ampx.LossScale(init_scale=2.0**4))  # at which gradients are finite in any dtype
+        model, step, _ = self.subject.chain(WEIGHTS, (1.0, 2.0, -4.0))
+        parameters = self.subject.parameters_of(model)
+        opt = amp.wrap_optimizer(self.subject.optimizer(parameters, momentum=False))
+        for _ in range(2):
+            with amp.scale_loss(self.subject.recorded(lambda: step(model)), opt) as scaled:
+                self.subject.backward(scaled, parameters)
+            pending = self.subject.gradients(parameters)
+            self.probe.replay(model, step, None)
+            assert self.subject.gradients(parameters) == pending
+            self.subject.step(opt, None)
+            assert self.subject.last_step(opt).applied
+            self.subject.zero_grad(opt)
+
     @requires("probe")
     def test_a_plan_casts_and_without_one_all_is_float32(self) -> None:
         """Also where a session has casting on for the whole process."""
@@ -377,9 +414,15 @@ class ReplayTests(PrecisionTests):
 
     @requires("probe")
     def test_a_step_that_returns_no_loss_is_refused(self) -> None:
-        """The error says what came instead, and nothing has changed."""
+        """The error says what came instead, and nothing has changed; no gradient flows from a constant."""
         model, _, _ = self.subject.chain(WEIGHTS, ROW)
         before = self.subject.model_state(model)
         with pytest.raises(ampx.LossError, match="str"):
             self.probe.replay(model, lambda model: "loss", None)
+        constants = [self.subject.tensor([1], "int64"), self.subject.tensor([1.0], "float32")]
+        if not self.declares("vector_losses"):
+            constants.append(self.subject.tensor([1.0, 2.0], "float32"))
+        for wrong in (1.0, *constants):
+            with pytest.raises(ampx.LossError):
+                self.probe.replay(model, functools.partial(lambda loss, model: loss, wrong), None)
         assert self.subject.model_state(model) == before

@@ -112,6 +112,16 @@ class ConvertTests(KitTests):
         assert self.outputs(low) == [2 * self.near() * value for value in INPUTS]
 
     @requires("converter")
+    def test_a_session_changes_nothing_of_a_conversion(self) -> None:
+        """Where casting is on for the whole process, too."""
+        model, names = self.subject.shipped((self.near(), 2.0))
+        self.start()
+        low = self.converted(model)
+        ampx.shutdown()
+        assert self.outputs(low) == [2 * value for value in INPUTS]
+        assert [self.subject.stored(low, name) for name in names] == [{self.dtype}] * 2
+
+    @requires("converter")
     def test_a_weight_that_becomes_infinite_is_refused(self) -> None:
         """By the comparison, or before it; only float16 has a limit that float32 passes."""
         if self.dtype != "float16":

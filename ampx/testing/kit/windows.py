@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 import ampx
 from ampx.testing.base import KitTests, requires
-from ampx.testing.bench import FINITE, NAN, OTHER, OVERFLOW, TOO_LARGE, multi_backward
+from ampx.testing.bench import FINITE, NAN, OTHER, OVERFLOW, TOO_LARGE, Bench, multi_backward
 from ampx.testing.checks import refused
+from ampx.testing.kit.orders import moved, on_parameters
+
+
+def column(bench: Bench, name: str) -> dict[int, Any]:
+    """Return one of the saved numbers of every loss."""
+    return {row["loss_id"]: row[name] for row in bench.saved()["losses"]}
+
+
+def set_scales(bench: Bench, scales: Mapping[int, float]) -> None:
+    """Set the scales of losses, by loading a state."""
+    state = bench.state_dict()
+    losses = state["groups"][0]["losses"]
+    every = {0: losses[0]["scale"], **scales}
+    losses[:] = [{**losses[0], "loss_id": loss_id, "scale": scale} for loss_id, scale in every.items()]
+    bench.load(state)
 
 
 class SkipTests(KitTests):
@@ -127,24 +144,42 @@ class PerLossTests(KitTests):
         """The loss that overflows backs off, the other grows, and the step is skipped for both."""
         bench = self.bench(self.start(ampx.LossScale(growth_interval=1)))
         before = bench.snapshot()
-        bench.accumulate(FINITE, loss_id=0)
-        bench.accumulate(OVERFLOW, loss_id=1)
-        assert not bench.step().applied
-        assert bench.snapshot() == before
-        assert [bench.row(loss_id)["scale"] for loss_id in (0, 1)] == [2.0**17, 2.0**15]
-        assert [bench.row(loss_id)["consecutive_skips"] for loss_id in (0, 1)] == [0, 1]
+        for bad, grown, fallen in ((1, 2.0**17, 2.0**15), (0, 2.0**16, 2.0**16)):
+            for loss_id in (0, 1):
+                bench.accumulate(OVERFLOW if loss_id == bad else FINITE, loss_id)
+            assert not bench.step().applied
+            assert bench.snapshot() == before
+            assert column(bench, "scale") == {1 - bad: grown, bad: fallen}
+            assert column(bench, "consecutive_skips") == {1 - bad: 0, bad: 1}
+        for loss_id in (0, 1):
+            bench.accumulate(FINITE, loss_id)
+        assert bench.step().applied
+        assert bench.values() == moved(FINITE, FINITE)
 
     @requires("per_loss_scales")
     def test_losses_of_different_scales_add_true_gradients(self) -> None:
-        """Gradients that came with different scales add up to what they add up to in float32."""
-        bench, plain = self.bench(self.start(ampx.LossScale(growth_interval=1))), self.plain()
-        bench.train(FINITE)
-        plain.train_plainly(FINITE)
-        for loss_id, slopes in ((0, FINITE), (1, OTHER), (0, OTHER)):
+        """In any order they add up to what they add up to in float32, and the result has the smallest scale."""
+        for order in ((0, 1), (1, 0), (5, 0, 5), (0, 0, 1, 1, 0), (2,)):
+            bench = self.bench(self.start())
+            set_scales(bench, {loss_id: 2.0 ** (4 + loss_id) for loss_id in order})
+            parts = [[[slope * 2.0**place for slope in slopes] for slopes in FINITE] for place in range(len(order))]
+            for loss_id, slopes in zip(order, parts, strict=True):
+                bench.accumulate(slopes, loss_id)
+            result = bench.step()
+            assert (result.applied, result.scale) == (True, 2.0 ** (4 + min(order)))
+            assert bench.values() == moved(*parts)
+
+    @requires("per_loss_scales")
+    def test_an_overflow_early_in_a_window_of_several_losses_is_remembered(self) -> None:
+        """Of one loss, whatever comes after it; only its scale backs off."""
+        bench = self.bench(self.start())
+        before = bench.snapshot()
+        for loss_id, slopes in ((0, OVERFLOW), (1, FINITE), (0, FINITE), (1, FINITE)):
             bench.accumulate(slopes, loss_id)
-        assert bench.step().applied
-        plain.train_plainly(FINITE, OTHER, OTHER)
-        assert bench.values() == plain.values()
+        assert not bench.step().applied
+        assert bench.snapshot() == before
+        assert column(bench, "scale") == {0: 2.0**15, 1: 2.0**16}
+        assert column(bench, "consecutive_skips") == {0: 1, 1: 0}
 
     @requires("per_loss_scales")
     def test_a_loss_whose_body_raised_is_not_counted(self) -> None:
@@ -160,11 +195,103 @@ class PerLossTests(KitTests):
         plain.train_plainly(FINITE)
         assert bench.values() == plain.values()
 
+    @requires("per_loss_scales")
+    def test_a_body_that_raises_keeps_the_gradients_of_other_losses(self) -> None:
+        """Those of its own backward are gone, as often as it raises."""
+        amp = self.start()
+        bench = self.bench(amp)
+        set_scales(bench, {1: 8.0})
+        bench.accumulate(FINITE)
+
+        def fail() -> None:
+            with amp.scale_loss(bench.loss(OVERFLOW), bench.opt, loss_id=1) as scaled:
+                self.subject.backward(scaled, bench.parameters)
+                raise KeyError("body")
+
+        for _ in range(2):
+            with pytest.raises(KeyError, match="body"):
+                fail()
+        bench.accumulate(OTHER, loss_id=1)
+        assert bench.step().applied
+        assert bench.values() == moved(FINITE, OTHER)
+
+    @requires("per_loss_scales")
+    @on_parameters
+    def test_a_loss_that_gave_no_gradient_does_not_count(self) -> None:
+        """What is known of its scale stays; one that never counted has no row."""
+        amp = self.start()
+        bench, elsewhere = self.bench(amp), self.plain()
+        for loss_id, slopes in ((0, FINITE), (2, OVERFLOW)):
+            bench.accumulate(slopes, loss_id)
+        assert not bench.step().applied
+        bench.accumulate(FINITE)
+        for loss_id in (1, 2):
+            with amp.scale_loss(elsewhere.loss(), bench.opt, loss_id=loss_id) as scaled:
+                self.subject.backward(scaled, elsewhere.parameters)
+        bench.accumulate(FINITE)
+        assert bench.step().applied
+        assert bench.values() == moved(FINITE, FINITE)
+        assert column(bench, "growth_tracker") == {0: 2, 2: 0}
+        assert column(bench, "scale") == {0: 2.0**16, 2: 2.0**15}
+
+    @requires("per_loss_scales")
+    @on_parameters
+    def test_clearing_between_losses_drops_the_gradients_of_earlier_ones(self) -> None:
+        """By the raw optimizer before a body, and by the wrapped one in it; the earlier loss does not count."""
+        for inside in (False, True):
+            amp = self.start()
+            bench = self.bench(amp)
+            bench.accumulate(OVERFLOW)
+            if not inside:
+                self.subject.zero_grad(bench.raw)
+            with amp.scale_loss(bench.loss(), bench.opt, loss_id=1) as scaled:
+                if inside:
+                    self.subject.zero_grad(bench.opt)
+                self.subject.backward(scaled, bench.parameters)
+            assert bench.step().applied
+            assert bench.values() == moved(FINITE)
+            assert column(bench, "growth_tracker") == {0: 0, 1: 1}
+            assert bench.row()["scale"] == 2.0**16
+
+    @requires("per_loss_scales")
+    @on_parameters
+    def test_clipping_sees_the_sum_of_all_losses(self) -> None:
+        """The norm is that of the true gradients together."""
+        if not self.declares("clip_grad_norm"):
+            pytest.skip(f"backend {self.backend.name!r} does not clip")
+        amp = self.start()
+        bench = self.bench(amp)
+        set_scales(bench, {1: 4.0})
+        bench.accumulate(FINITE)
+        bench.accumulate(OTHER, loss_id=1)
+        sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(FINITE, OTHER, strict=True)]
+        norm = math.hypot(*(slope for slopes in sums for slope in slopes))
+        assert float(amp.clip_grad_norm(bench.opt, 1.0)) == pytest.approx(norm, rel=1e-6)
+        assert bench.step().applied
+        expected = moved([[slope / norm for slope in slopes] for slopes in sums])
+        assert bench.values() == [pytest.approx(values, rel=1e-6, abs=1e-6) for values in expected]
+
+    @requires("per_loss_scales")
+    @on_parameters
+    def test_the_window_after_one_of_several_losses_starts_afresh(self) -> None:
+        """Its gradients are those of one loss, which are unscaled once."""
+        bench = self.bench(self.start())
+        for loss_id in (0, 1):
+            bench.accumulate(FINITE, loss_id)
+        assert bench.step(forget=False).applied
+        self.subject.zero_grad(bench.raw)  # not the wrapped one's, which forgets the window, too
+        bench.accumulate(OTHER)
+        bench.amp.unscale(bench.opt)
+        with refused(ampx.ProtocolError, passed="after unscale", accepted="would be added", advice="Call"):
+            bench.accumulate(OTHER)
+        assert bench.step().applied
+        assert bench.values() == moved(FINITE, FINITE, OTHER)
+
     def test_a_loss_id_is_a_number_from_0(self) -> None:
         """Anything else is refused before anything happens."""
         bench = self.bench(self.start())
         wrong: Any
-        for wrong in (-1, "a", True):
+        for wrong in (-1, "a", 1.0, True, None):
             with refused(ampx.InvalidOptionError, passed=f"loss_id={wrong!r}", accepted="from 0", advice="Change"):
                 bench.accumulate(loss_id=wrong)
         assert bench.train().applied

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from ampx.run import Automation, Run
 
 from .backward import backward_scaled
-from .gradients import gradients_true
+from .gradients import gradients_unscaled
 from .manager import PaddleManager, optimizers_managed
 from .native import native_refused
 from .numbers import numbers_read
@@ -30,7 +30,7 @@ from .static import programs_watched
 def automate(run: Run) -> Iterator[None]:
     """Patch Paddle for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
-    patches = (optimizers_managed, backward_scaled, gradients_true, numbers_read, native_refused)
+    patches = (optimizers_managed, backward_scaled, gradients_unscaled, numbers_read, native_refused)
     with PaddleManager(run).region(*patches, *run.old_names(), programs_watched):
         yield
 

@@ -24,7 +24,7 @@ _GRAPHS: Final = "paddle.static.nn.static_pylayer"
 
 
 @contextmanager
-def gradients_true(manager: PaddleManager) -> Iterator[None]:
+def gradients_unscaled(manager: PaddleManager) -> Iterator[None]:
     """Patch the ways to a tensor's gradient, hooks, backwards of the script's own, and what prints gradients."""
     with ExitStack() as stack:
         for name in _WAYS:

@@ -157,14 +157,14 @@ class PaddleManager(Manager[PaddleManaged]):
     def _step(self, managed: PaddleManaged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wrapped = managed.wrapped
         if args and callable(args[0]):
-            closure = self.seen_through(args[0], lambda: self._note_true(managed), managed)
+            closure = self.seen_through(args[0], lambda: self._note_unscaled(managed), managed)
             args = (closure, *args[1:])
         else:
-            self._note_true(managed, applies_zeros=True)
+            self._note_unscaled(managed, applies_zeros=True)
         step = functools.partial(getattr(wrapped, name), *args, **kwargs)
         return self.take_step(wrapped, step, lambda: sample(managed.raw, GRADIENT_SAMPLES), managed)
 
-    def _note_true(self, managed: PaddleManaged, applies_zeros: bool = False) -> None:
+    def _note_unscaled(self, managed: PaddleManaged, applies_zeros: bool = False) -> None:
         """Note gradients that did not come through a scaled backward; zeros may be applied, as the script would."""
         member = managed.wrapped.ampx_member
         if member.stage == "idle" and ((applies_zeros and not managed.zero) or collect(managed.raw)):
@@ -184,7 +184,7 @@ class PaddleManager(Manager[PaddleManaged]):
             self.run.recorder.note_scaled(self.prints.popitem()[0])
 
     def check_main_grads(self, managed: PaddleManaged) -> None:
-        """Refuse gradients that a hook of the script keeps for the optimizer: they are true while others are not."""
+        """Refuse gradients that a hook of the script keeps for the optimizer: unscaled ones, while others are not."""
         if self.hooked and any(getattr(parameter, "main_grad", None) is not None for parameter in collect(managed.raw)):
             self.run.refuse(
                 "a hook of the script puts gradients into main_grad, from which the optimizer takes them; accepted: "
@@ -192,7 +192,7 @@ class PaddleManager(Manager[PaddleManaged]):
             )
 
     def reveal(self, managed: PaddleManaged) -> None:
-        """Make an optimizer's gradients true, because the script looks at one of them."""
+        """Unscale an optimizer's gradients, because the script looks at one of them."""
         if managed.wrapped.ampx_member.stage == "scaled":
             with self.working(managed):
                 managed.wrapped.ampx_unscale()

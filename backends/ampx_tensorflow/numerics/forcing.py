@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from ampx.errors import UnsupportedDtypeError
-from ampx.modules import check_patterns, inherited, last_match, unmatched
+from ampx.modules import check_patterns, forced_dtype, last_match, unmatched
 from ampx.policy import Dtype
 from ampx_tensorflow import casting, devices, products, retracing
 from ampx_tensorflow.names import Call, Modules
@@ -102,7 +102,7 @@ class Forcing:
 
     def of(self, name: str) -> str | None:
         """Return the dtype of a module; None where nothing forces it."""
-        return find_dtype(self._dtypes, name)
+        return forced_dtype(name, self._dtypes)
 
     def assign(self, calls: list[Call]) -> None:
         """Set the policies of layers."""
@@ -144,11 +144,6 @@ class Forcing:
     def is_low(self) -> bool:
         """Whether some dtype is low precision that computes."""
         return any(dtype in casting.LOW for dtype in self._dtypes.values())
-
-
-def find_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
-    """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
-    return inherited(name, lambda own: last_match(own, dtypes))
 
 
 def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:
@@ -197,7 +192,11 @@ def check_dtypes(dtypes: Mapping[str, str]) -> None:
 
 @contextmanager
 def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[Forcing]:
-    """Compute named modules in dtypes of their own: see `Probe.force`."""
+    """Compute named modules in dtypes of their own: see `Probe.force`.
+
+    Of a `tf.Module` that is no layer, low precision is that of its products, as under `ampx run`: results are float32
+    again, as the variables are.
+    """
     check_dtypes(dtypes)
     modules = Modules(model)
     if model is not None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
 from ampx.backend import CastPlan, Device
-from ampx.numerics.probe import Probe, Replayed, Step, Watch, Watching
+from ampx.numerics.probe import Probe, Replayed, Step
 
 from . import forcing, replaying, watching as reading
 
@@ -19,21 +18,11 @@ class TensorFlowProbe(Probe):
     """Looks into layers and `tf.Module`s."""
 
     watches_uncompiled: ClassVar[bool] = True
+    watch = staticmethod(reading.watch)
+    force = staticmethod(forcing.force)
 
     def simulates(self, device: Device) -> frozenset[str]:
         return frozenset(forcing.SIMULATED)
-
-    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
-        """Return a region that reads layers, `tf.Module`s and operations; functions run as Python inside."""
-        return reading.watch(model, watching)
-
-    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
-        """Return a region in which modules compute in dtypes of their own.
-
-        Of a `tf.Module` that is no layer, low precision is that of its products, as under `ampx run`: results are
-        float32 again, as the variables are.
-        """
-        return forcing.force(model, dtypes)
 
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
         """Compute the loss of a batch and its gradients; functions run as Python.

@@ -21,7 +21,6 @@ from ampx.errors import DetachedLossError, LossDtypeError, LossShapeError
 from ampx.numerics.probe import Replayed, Step
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
-from ampx.numerics.watching import read_stats
 from ampx_tensorflow import casting, gradients, products, retracing
 from ampx_tensorflow.names import parameters, walk
 
@@ -64,10 +63,8 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float, autocast
             for (name, _), slope in zip(named, slopes, strict=True)
             if slope is not None
         }
-        reduced = [
-            stats.reduce(stats.floating(tf.convert_to_tensor(variable)), _watched(plan)) for _, variable in named
-        ]
-        described = {name: entry for (name, _), entry in zip(named, read_stats(reduced, stats.read), strict=True)}
+        held = {name: tf.convert_to_tensor(variable) for name, variable in named}
+        described = stats.TENSORS.stats(held, "float16" if plan is None else plan.dtype)
         return Replayed(float(tf.cast(loss, tf.float32)), true, described)
 
 
@@ -122,10 +119,6 @@ def clock(model: Any, step: Step, plan: CastPlan | None, autocast: Callable[[], 
                 variable.assign(value)
 
     return seconds
-
-
-def _watched(plan: CastPlan | None) -> str:
-    return "float16" if plan is None else plan.dtype
 
 
 def _check(loss: Any) -> None:

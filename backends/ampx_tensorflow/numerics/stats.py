@@ -1,4 +1,4 @@
-"""Floating tensors, reduced on their device to a few integers that are read together."""
+"""TensorFlow's tensors as the precision debugger reads them: reduced on their device to a few integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from ampx.formats import FORMATS
-from ampx.numerics.watching import Reduced
+from ampx.numerics.watching import Tensors
 
 _INFINITY: Final = 0x7F800000  # magnitudes of float32, as integers, are in the order of the numbers
 _LARGEST: Final = 0x7FFFFFFF
@@ -55,45 +55,14 @@ def floating(tree: Any) -> list[Any]:
     return leaves
 
 
-def reduce(tensors: Sequence[Any], dtype: str) -> list[Reduced]:
-    """Reduce tensors to one tensor of counts and bounds each, for `read`.
-
-    Args:
-        tensors: Floating tensors.
-        dtype: The dtype that is watched.
-    """
-    with unwatched(), record.stop_recording():
-        return [(elements(tensor), _reduction(tensor.dtype, dtype)(tensor)) for tensor in tensors]
-
-
-def elements(tensor: Any) -> int:
-    """Return how many elements an eager tensor has."""
-    return int(tensor.shape.num_elements())
-
-
-def flat(tensor: Any) -> Any:
-    """Return the elements of a tensor in float32, on its device."""
-    with unwatched(), record.stop_recording():
-        return tf.cast(tf.reshape(tensor, [-1]), tf.float32)
-
-
-def read(vectors: Sequence[Any]) -> list[list[float]]:
-    """Bring reduced tensors to the host, as the numbers of `NUMBERS`. Sync: one a device."""
-    places: dict[str, list[int]] = {}
-    for index, tensor in enumerate(vectors):
-        places.setdefault(tensor.device, []).append(index)
-    rows: dict[int, list[float]] = {}
-    with unwatched(), record.stop_recording():
-        for indices in places.values():
-            table = tf.stack([vectors[index] for index in indices]).numpy().tolist()
-            rows.update(zip(indices, map(_numbers, table), strict=True))
-    return [rows[index] for index in range(len(vectors))]
-
-
 def _numbers(row: list[int]) -> list[float]:
     nonfinite, nan, zeros, flushed, overflowed, largest, smallest, lowest = row
     bounds = [math.inf if bits == _LARGEST else math.copysign(_number(abs(bits)), bits) for bits in (smallest, lowest)]
     return [nonfinite, nan, zeros, _number(max(largest, 0)), *bounds, flushed, overflowed]
+
+
+def _rows(vectors: Sequence[Any]) -> list[list[float]]:
+    return list(map(_numbers, tf.stack(vectors).numpy().tolist()))
 
 
 def _number(bits: int) -> float:
@@ -147,3 +116,24 @@ def _reduction(dtype: tf.DType, watched: str) -> Any:
 
     with tf.init_scope():
         return tf.function(reduce_one, autograph=False).get_concrete_function(tf.TensorSpec(None, dtype))
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with unwatched(), record.stop_recording():
+        yield
+
+
+TENSORS: Final = Tensors(
+    unseen=_unseen,
+    floating=floating,
+    dtype=lambda tensor: str(tensor.dtype.name),
+    held=lambda tensor: tensor,
+    size=lambda tensor: int(tensor.shape.num_elements()),
+    reduce=lambda tensor, watched: _reduction(tensor.dtype, watched)(tensor),
+    flat=lambda tensor: tf.cast(tf.reshape(tensor, [-1]), tf.float32),
+    sample=lambda values: values,
+    device=lambda tensor: tensor.device,
+    rows=_rows,
+    arrays=lambda samples: [sample.numpy() for sample in samples],
+)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,8 +23,8 @@ from tensorflow.python.framework import op_callbacks
 
 from ampx.callers import script_line
 from ampx.modules import check_patterns
-from ampx.numerics.probe import Direction, Reading, Watching
-from ampx.numerics.watching import Entry, GradientLog, Log
+from ampx.numerics.probe import Direction, Watching
+from ampx.numerics.watching import Watcher, Where
 from ampx_tensorflow.names import Call, Modules
 
 from . import stats
@@ -57,75 +56,44 @@ class _Place(threading.local):
     line = ""
 
 
-class TensorFlowWatch:
-    """What a region sees: see `ampx.backend.Watch`."""
+class TensorFlowWatch(Watcher):
+    """What a region sees: see `ampx.numerics.probe.Watch`."""
 
     def __init__(self, modules: Modules, watching: Watching) -> None:
+        super().__init__(stats.TENSORS, watching)
         self.modules: Final = modules
-        self.watching: Final = watching
-        self._log = Log(watching, stats.read, lambda samples: [sample.numpy() for sample in samples])
         self._place = _Place()
         self._origins: dict[tuple[str, int, Any], list[_Origin]] = {}
 
-    def readings(self) -> list[Reading]:
-        """Return what was seen so far, in order of execution. Sync: one a device."""
-        return self._log.readings()
-
-    def _note(self, call: Call | None, operation: str, direction: Direction, tensors: Sequence[Any]) -> Entry:
-        name, kind = (call.name, call.kind) if call else ("", "")
-        entry = self._log.add(name, kind, operation, direction, [stats.elements(tensor) for tensor in tensors])
-        for place, tensor in enumerate(tensors):
-            self._take(entry, place, tensor)
-        return entry
-
-    def _take(self, entry: Entry, place: int, tensor: Any) -> None:
-        """Reduce the tensor at a place of a value, and keep what belongs to its sample."""
-        entry.dtype = entry.dtype or tensor.dtype.name
-        entry.value += stats.reduce([tensor], self.watching.dtype)
-        if entry.sampled:
-            sample = entry.chosen(place, stats.flat(tensor), stats.elements(tensor))
-            if sample is not None:
-                entry.samples[place] = sample
-
     # -- modules -----------------------------------------------------------------------------------
 
-    def around(self, call: Call, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, and note what it received and returned."""
-        if not self.watching.watches(call.name):
-            return native(*args, **kwargs)
-        received = stats.reduce(stats.floating((args, kwargs)), self.watching.dtype)
-        began = self._now()
-        output = native(*args, **kwargs)
-        seconds = self._now() - began if self.watching.times else None
-        tensors = stats.floating(output)
-        if not tensors:
-            return output
-        entry = self._note(call, "", "forward", tensors)
-        entry.inputs, entry.seconds = received, seconds
-        return self._tapped(call, output)
-
-    def _now(self) -> float:
-        if not self.watching.times:
-            return 0.0
+    def wait(self) -> None:
+        """Wait for GPUs."""
         if tf.config.list_logical_devices("GPU"):
             tf.test.experimental.sync_devices()
-        return time.perf_counter()
 
-    def _tapped(self, call: Call, output: Any) -> Any:
+    def around(self, call: Call, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, and read what it returns."""
+        return self.read((call.name, call.kind), native, args, kwargs)
+
+    def tapped(self, value: Any, where: Where) -> Any:
         """Return an output whose gradients are seen: the same values, under other names."""
-        tapped = [leaf for leaf in tf.nest.flatten(output) if _is_tapped(leaf)]
-        gradients = GradientLog(self._log, call.name, call.kind, sizes=[stats.elements(leaf) for leaf in tapped])
-        places = iter(range(len(tapped)))
+        call = self.modules.innermost
+        leaves = [leaf for leaf in tf.nest.flatten(value) if _is_tapped(leaf)]
+        listeners = iter(self.listeners(where, leaves))
 
         def tap(leaf: Any) -> Any:
             if not _is_tapped(leaf):
                 return leaf
-            place = next(places)
+            listen = next(listeners)
 
             @tf.custom_gradient
             def identity(value: Any) -> Any:
                 def backward(upstream: Any) -> Any:
-                    self._note_gradient(call, gradients, place, upstream)
+                    self._place.module, self._place.line = call, ""
+                    tensors = stats.floating(upstream)
+                    if tensors and tf.executing_eagerly():
+                        listen(tensors[0])
                     return upstream
 
                 return tf.identity(value), backward
@@ -135,13 +103,7 @@ class TensorFlowWatch:
             vars(tapped).update(vars(leaf))  # Keras hangs masks on tensors
             return tapped
 
-        return tf.nest.map_structure(tap, output)
-
-    def _note_gradient(self, call: Call, gradients: GradientLog, place: int, upstream: Any) -> None:
-        self._place.module, self._place.line = call, ""
-        tensors = stats.floating(upstream)
-        if tensors and tf.executing_eagerly():
-            self._take(gradients.at(place), place, tensors[0])
+        return tf.nest.map_structure(tap, value)
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -162,9 +124,9 @@ class TensorFlowWatch:
             line = self._place.line if backward else script_line()
             if not backward:
                 self._remember(name, inputs, _Origin(tuple(map(_identity, inputs)), call, line))
-            entry = self._note(call, name, "backward" if backward else "forward", tensors)
-            entry.place = line
-            entry.inputs = stats.reduce(stats.floating(list(inputs)), self.watching.dtype)
+            where = (call.name, call.kind) if call else ("", "")
+            direction: Direction = "backward" if backward else "forward"
+            self.note(where, name, direction, tensors, self.reduced(list(inputs)), line)
 
     def _remember(self, name: str, inputs: Sequence[Any], origin: _Origin) -> None:
         for position, value in enumerate(inputs):

@@ -146,7 +146,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
     def compute_gradients(self, loss: Any, var_list: Any = None, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return pairs of unscaled gradients and variables.
 
-        The loss is a float scalar tensor (in eager mode a function that gives it), as the loss function gave it or as
+        The loss is a float scalar tensor (in eager mode a function that returns it), as the loss function or
         `scale_loss` did; the other arguments are TensorFlow's.
         """
         member = self.ampx_member
@@ -176,7 +176,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
 
     def ampx_catch_up(self) -> None:
         """Note that a step was interrupted, which a new loss makes good: gradients are values."""
-        if self.ampx_member.stage == "interrupted":
+        if self.ampx_member.stage in ("changing", "interrupted"):
             self.zero_grad()
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
@@ -200,8 +200,8 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         """Return an operation that applies unscaled gradients if all are finite, and moves the loss scale.
 
         Args:
-            grads_and_vars: Pairs as `compute_gradients` gave them (clipped, perhaps), or gradients of what
-                `scale_loss` gave.
+            grads_and_vars: Pairs as `compute_gradients` returned them (clipped, perhaps), or gradients of what
+                `scale_loss` returned.
             global_step: Incremented by one when the gradients were applied.
             name: Of the operation.
 

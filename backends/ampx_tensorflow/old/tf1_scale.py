@@ -15,20 +15,13 @@ from ampx.events import StepResult
 from ampx.protocol import Ledger, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
 from ampx_tensorflow import history, retracing
-from ampx_tensorflow.device_scale import follow
+from ampx_tensorflow.device_scale import follow, where
 from ampx_tensorflow.replicas import read, write
 
 # The first two are called as in TensorFlow's own loss scales, so that their checkpoints load.
 _NAMES = {"scale": "current_loss_scale", "growth_tracker": "good_steps"}
 _STATE = tuple(field.name for field in fields(LossScaleState))
 _FLOATS = ("scale", "used", "grad_norm")
-
-
-def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Choose; a Python number becomes a tensor like the other branch, or an int64 where both are numbers."""
-    like = next((branch for branch in (if_true, if_false) if tf.is_tensor(branch)), None)
-    dtype = tf.int64 if like is None else like.dtype
-    return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
 
 
 class ScaleVariables:
@@ -64,11 +57,11 @@ class ScaleVariables:
         return LossScaleState(*(tf.convert_to_tensor(self.variables[name]) for name in _STATE))
 
     def move(self, finite: Any) -> list[Any]:
-        """Move the state by one step; gives the operations that do it, for graphs."""
+        """Move the state by one step; return the operations that do it, for graphs."""
         self.traced = self.traced or not tf.executing_eagerly()
         retracing.depend()  # the host looks when the function is called
         state = self.state()
-        after = next_state(self.config, state, finite, where=_where)
+        after = next_state(self.config, state, finite, where)
         changes = {name: getattr(after, name) for name in _STATE}
         changes |= {"used": state.scale, "finite": tf.cast(finite, tf.int64)}
         done = [self.variables[name].assign(value) for name, value in changes.items()]

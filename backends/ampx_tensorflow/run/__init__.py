@@ -45,17 +45,17 @@ def automate(run: Run) -> Iterator[None]:
     run.refuse_preparation()
     run.backward = "gradients = scaled.gradient(tape, variables)"
     former = import_part("ampx_tensorflow.run.tf1", "ampx run") if is_there("ampx_tensorflow.old") else None
+    manager = KerasManager(run)
     patches = (
         *((former.rewrites_started, former.own_scaling_noted) if former else ()),
         optimizers_managed,
-        own_gradients_true,
-        debuggers_noted,
+        lambda _: own_gradients_true(manager.own_gradients),
+        lambda _: debuggers_noted(manager.debuggers),
         tapes_watched,
         models_cast,
-        products_cast,
+        lambda _: products_cast(manager.operations),
         *((former.graphs_managed,) if former else ()),
     )
-    manager = KerasManager(run)
     with ExitStack() as stack:
         if run.settings.watched:
             stack.enter_context(uncompiled())

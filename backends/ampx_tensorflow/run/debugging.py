@@ -6,21 +6,18 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import tensorflow as tf
 
 from ampx.callers import script_line
-from ampx.run import patched
-
-if TYPE_CHECKING:
-    from .manager import KerasManager
+from ampx.run import Manager, patched
 
 
 class Debuggers:
     """Which of them the script has switched on, and where."""
 
-    def __init__(self, manager: KerasManager) -> None:
+    def __init__(self, manager: Manager[Any]) -> None:
         self._manager: Final = manager
         self._checks = ""  # the line that switched checks on
         self._dumps = ""
@@ -76,9 +73,8 @@ class Debuggers:
 
 
 @contextmanager
-def debuggers_noted(manager: KerasManager) -> Iterator[None]:
+def debuggers_noted(debuggers: Debuggers) -> Iterator[None]:
     """Patch how TensorFlow's debuggers are switched on."""
-    debuggers = manager.debuggers
     with patched(
         (tf.debugging, "enable_check_numerics", debuggers.checking),
         (tf.debugging, "disable_check_numerics", debuggers.ending),

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
-from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -19,7 +17,7 @@ import tensorflow as tf
 from ampx.events import Event
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
-from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, SampledGradient
+from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, SampledGradient, patched
 from ampx.session import Amp
 from ampx_tensorflow import casting, devices, gradients, guard, oplists, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
@@ -27,7 +25,7 @@ from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
 
 from .debugging import Debuggers
-from .observing import Observing
+from .observing import Depth, Observing
 from .operations import Operations
 from .own_gradients import OwnGradients
 
@@ -42,32 +40,21 @@ def environment_wants_graphs() -> bool:
     return "1" in (os.environ.get(_BOTH), os.environ.get(_GRAPHS))
 
 
-class _Depth(threading.local):
-    """How deep the calling thread is in something."""
-
-    value = 0
-
-
 class KerasManager(Manager[Managed]):
     """What is managed in one run."""
 
     def __init__(self, run: Run) -> None:
-        # Optimizers that the script has made and that are not managed so far, or may never be.
-        self.unused: weakref.WeakSet[Any] = weakref.WeakSet()
         self.wrapped: list[Any] = []  # all wrapped optimizers that the recorder knows, the script's own included
         self.held: set[Any] = set()  # optimizers of TensorFlow 1 whose graphs go on after the script has forgotten them
-        self.depth = _Depth()  # where a wrapped optimizer is at work
-        self.rests = _Depth()  # where tapes are left alone
+        self.at_work = Depth()  # where a wrapped optimizer, or ampx itself, is at work
+        self.unscaled = Depth()  # where tapes are left alone
         self.operations = Operations(run.recorder)  # casts products outside of graphs, and counts
         self.observing = Observing(run.recorder)
         self.own_gradients = OwnGradients(self)
         self.debuggers = Debuggers(self)
-        self.stand_alone: Callable[[], None] = lambda: (
-            None
-        )  # lets the recipes of TensorFlow 1 start sessions of their own
+        self.stand_alone: Callable[[], None] = lambda: None  # lets recipes of TensorFlow 1 start sessions of their own
         self.forces = False  # whether modules have dtypes of their own, which the graph rewriter does not know
         self.forced: dict[str, str] = {}  # by pattern of names of modules, those that the settings give them
-        self._by_raw: dict[int, Managed] = {}  # which hold the raw optimizers
         self._counted: dict[int, int] = {}
         super().__init__(run, self.operations, _kind_of)
 
@@ -91,7 +78,7 @@ class KerasManager(Manager[Managed]):
         self.debuggers.check()
         if graphs:
             plan = amp.casting
-            with self.at_work():  # the rewriter is tried in a session, which is none of the script's
+            with self.at_work:  # the rewriter is tried in a session, which is none of the script's
                 if self.forces:
                     self.operations.cast_in_graphs()
                 elif plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
@@ -100,59 +87,45 @@ class KerasManager(Manager[Managed]):
             self.operations.start()
         return amp
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Note that a wrapped optimizer, or ampx itself, is at work in this thread."""
-        self.depth.value += 1
-        try:
-            yield
-        finally:
-            self.depth.value -= 1
-
-    @contextmanager
-    def unscaled(self) -> Iterator[None]:
-        """Leave tapes alone in this thread."""
-        self.rests.value += 1
-        try:
-            yield
-        finally:
-            self.rests.value -= 1
-
     # -- optimizers --------------------------------------------------------------------------------
 
-    def managed(self) -> list[Managed]:
-        """List what is managed, each with its wrapper."""
-        return list(self._by_raw.values())
-
-    def find(self, raw: Any) -> Managed | None:
-        """Return what is managed of an optimizer of the script; None where nothing is."""
-        return self._by_raw.get(id(raw))
+    def wrapper(self, raw: Any) -> Any:
+        """Return the wrapper of an optimizer of the script; None where there is none so far."""
+        managed = self.find(raw)
+        return None if managed is None else managed.wrapped
 
     def manage(self, raw: Any, graphs: bool) -> Any:
-        """Return what `wrap_optimizer` made of a raw optimizer."""
+        """Return the wrapper of an optimizer of the script, made now where there is none."""
         managed = self.find(raw)
         if managed is None:
+            managed = Managed(raw)
+            self.keep(managed)
+        if managed.wrapped is None:
             if replicas.several():
                 self.run.refuse(
                     "the script applies gradients itself on several replicas of a strategy, where a loss scale can no "
                     "longer be made; accepted: one device, or compile and fit. Wrap the optimizer by hand, inside the "
                     "strategy's scope"
                 )
-            amp = self.session(graphs)
-            managed = Managed(raw)
-            with tf.init_scope() if tf.inside_function() else nullcontext(), self.working():
-                managed.wrapped = amp.wrap_optimizer(raw)
-                # The run says how often; functions, in which the meter costs every step, it leaves as they are.
-                managed.wrapped.ampx_member.group.meter_asked = False
-            guard.leave(raw)  # the script has nothing but the raw one
-            self._by_raw[id(raw)] = managed
-            self.record(managed.wrapped, type(raw).__name__)
+            self.session(graphs)
+            self.wrap(managed)
         return managed.wrapped
 
-    def manage_all(self) -> None:
-        """Manage every optimizer that the script has made: a tape does not say which it is for."""
-        for raw in list(self.unused):
-            self.manage(raw, True)
+    def wrap(self, managed: Managed, **options: Any) -> None:
+        """Make the wrapper of an optimizer, outside of any trace, and have the recorder count its steps."""
+        with tf.init_scope() if tf.inside_function() else nullcontext(), self.working():
+            managed.wrapped = self.run.session().wrap_optimizer(managed.raw, **options)
+        # The run says how often; functions, in which the meter costs every step, it leaves as they are.
+        managed.wrapped.ampx_member.group.meter_asked = False
+        guard.leave(managed.raw)  # the script has nothing but the raw one
+        self.record(managed.wrapped, type(managed.raw).__name__)
+
+    def all(self) -> list[Managed]:
+        """List what is managed, each with its wrapper: a tape does not say which optimizer it is for."""
+        for managed in self.managed():
+            if managed.wrapped is None:
+                self.manage(managed.raw, True)
+        return super().all()
 
     def record(self, wrapped: WrappedOptimizer, kind: str) -> None:
         """Make a wrapped optimizer known to the recorder."""
@@ -277,7 +250,7 @@ class KerasManager(Manager[Managed]):
 
     def release(self) -> None:
         """Take down what was counted and was in effect, and leave TensorFlow as it was."""
-        self.operations.stop()
+        super().release()
         self.debuggers.report()
         self.run.effective = self._in_effect()
         for wrapped in self.wrapped:
@@ -324,14 +297,12 @@ class KerasManager(Manager[Managed]):
 def optimizers_managed(manager: KerasManager) -> Iterator[None]:
     """Patch how optimizers are made and applied."""
     base = keras.optimizers.Optimizer
-    with ExitStack() as stack:
-        for owner, name, patched in (
-            (base, "__init__", _making(manager, base.__init__)),
-            (base, "apply", _applying(manager, base.apply)),
-            (AmpOptimizer, "apply", _applying_own(manager, AmpOptimizer.apply)),
-            (AmpOptimizer, "_apply", _updating(manager, AmpOptimizer._apply)),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, patched))
+    with patched(
+        (base, "__init__", partial(_making, manager)),
+        (base, "apply", partial(_applying, manager)),
+        (AmpOptimizer, "apply", partial(_applying_own, manager)),
+        (AmpOptimizer, "_apply", partial(_updating, manager)),
+    ):
         yield
 
 
@@ -340,7 +311,7 @@ def _making(manager: KerasManager, native: Callable[..., None]) -> Callable[...,
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         native(self, *args, **kwargs)
         if not manager.stood_down and not isinstance(self, keras.optimizers.LossScaleOptimizer):
-            manager.unused.add(self)
+            manager.keep(Managed(self))
 
     return make
 
@@ -348,7 +319,7 @@ def _making(manager: KerasManager, native: Callable[..., None]) -> Callable[...,
 def _updating(manager: KerasManager, native: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(native)
     def update(self: Any, *args: Any, **kwargs: Any) -> None:
-        with manager.at_work():
+        with manager.at_work:
             native(self, *args, **kwargs)
 
     return update
@@ -364,8 +335,7 @@ def _applying(manager: KerasManager, native: Callable[..., Any]) -> Callable[...
             if not isinstance(self, WrappedOptimizer):
                 manager.refuse_own("keras.optimizers.LossScaleOptimizer")
             return native(self, grads, trainable_variables)
-        unknown = manager.find(self) is None and self not in manager.unused
-        if manager.stood_down or manager.depth.value or unknown:
+        if manager.stood_down or manager.at_work.depth or manager.find(self) is None:
             return native(self, grads, trainable_variables)
         wrapped = manager.manage(self, True)
         if not on_host():
@@ -390,17 +360,19 @@ def _applying_own(manager: KerasManager, native: Callable[..., Any]) -> Callable
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         if manager.stood_down:
             manager.run.look()
+        eager = on_host()
+        recorded = eager and self in manager.wrapped
         with stats.unwatched():  # as above
-            if on_host() and self in manager.wrapped and not manager.depth.value:
+            if recorded and not manager.at_work.depth:
                 manager.sample(self, *args, **kwargs)
-            if not manager.stood_down or not on_host():
+            if eager and manager.stood_down:
+                with manager.run.recorder.phase("step"):
+                    result = native(self, *args, **kwargs)
+                manager.look(self)
+            else:
                 result = native(self, *args, **kwargs)
-                if manager.observing.wanted and on_host() and self in manager.wrapped:
+                if recorded and manager.observing.wanted:
                     manager.count(self)
-                return result
-            with manager.run.recorder.phase("step"):
-                result = native(self, *args, **kwargs)
-            manager.look(self)
             return result
 
     return apply

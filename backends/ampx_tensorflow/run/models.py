@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import keras
 from keras.src.legacy.saving import legacy_h5_format, saving_utils
@@ -15,91 +15,100 @@ from keras.src.models import Functional
 from keras.src.trainers.trainer import Trainer
 
 from ampx.backend import CastPlan
+from ampx.modules import forced_dtype
 from ampx.optimizer import WrappedOptimizer
-from ampx.run import Run
+from ampx.run import Run, patched
 from ampx_tensorflow import casting
 from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.names import walk
-from ampx_tensorflow.numerics.forcing import find_dtype
 
 from .manager import KerasManager, environment_wants_graphs
 
 
 @contextmanager
 def models_cast(manager: KerasManager) -> Iterator[None]:
-    """Patch how Keras compiles and trains models."""
-    with (
-        mock.patch.object(Trainer, "compile", _compiling(manager, Trainer.compile)),
-        mock.patch.object(keras.Model, "fit", _training(manager, keras.Model.fit, counts=True)),
-        mock.patch.object(keras.Model, "train_on_batch", _training(manager, keras.Model.train_on_batch, counts=False)),
-        _files_of_the_script(manager),
+    """Patch how Keras compiles and trains models, and what it writes into their files."""
+    files = _Files(manager)
+    with patched(
+        (Trainer, "compile", partial(_compiling, manager)),
+        (keras.Model, "fit", partial(_training, manager, counts=True)),
+        (keras.Model, "train_on_batch", partial(_training, manager, counts=False)),
+        (Trainer, "get_compile_config", files.describing),
+        (AmpOptimizer, "save_own_variables", files.saving),
+        (AmpOptimizer, "load_own_variables", files.loading),
+        (keras.optimizers.Optimizer, "load_own_variables", files.loading_inner),
+        # Files of the format HDF5 are written otherwise.
+        (saving_utils, "model_metadata", files.describing_hdf5),
+        (legacy_h5_format, "save_optimizer_weights_to_hdf5_group", files.saving_hdf5),
+        (AmpOptimizer, "set_weights", files.setting_weights),
     ):
         yield
 
 
-@contextmanager
-def _files_of_the_script(manager: KerasManager) -> Iterator[None]:
-    """Patch what Keras writes into files of models, and reads: the optimizer that the script made, as without ampx."""
-    base = keras.optimizers.Optimizer
-    describe, save, load, load_raw = (
-        Trainer.get_compile_config,
-        AmpOptimizer.save_own_variables,
-        AmpOptimizer.load_own_variables,
-        base.load_own_variables,
-    )
-    describe_hdf5, save_hdf5 = saving_utils.model_metadata, legacy_h5_format.save_optimizer_weights_to_hdf5_group
+class _Files:
+    """What Keras writes into files of models, and reads: the optimizer that the script made, as without ampx."""
 
-    def stands_beside(optimizer: Any) -> bool:
-        return isinstance(optimizer, AmpOptimizer) and manager.find(optimizer.inner_optimizer) is not None
+    def __init__(self, manager: KerasManager) -> None:
+        self._manager = manager
+        self._load_raw = keras.optimizers.Optimizer.load_own_variables
 
-    def get_compile_config(self: Any) -> dict[str, Any]:
-        config: dict[str, Any] = describe(self)
-        if config and stands_beside(self.optimizer):
-            config["optimizer"] = keras.saving.serialize_keras_object(self.optimizer.inner_optimizer)
-        return config
+    def _raw(self, optimizer: Any) -> Any:
+        """Return the script's optimizer that a wrapper stands for; None for all that is no such wrapper."""
+        raw = optimizer.inner_optimizer if isinstance(optimizer, AmpOptimizer) else None
+        return raw if raw is not None and self._manager.wrapper(raw) is not None else None
 
-    def save_own_variables(self: Any, store: Any) -> None:
-        if stands_beside(self):
-            self.inner_optimizer.save_own_variables(store)
-        else:
-            save(self, store)
+    def describing(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        def get_compile_config(model: Any) -> dict[str, Any]:
+            config: dict[str, Any] = native(model)
+            if config and (raw := self._raw(model.optimizer)) is not None:
+                config["optimizer"] = keras.saving.serialize_keras_object(raw)
+            return config
 
-    def load_own_variables(self: Any, store: Any) -> None:
-        if stands_beside(self) and len(store.keys()) == len(self.inner_optimizer.variables):
-            load_raw(self.inner_optimizer, store)
-        else:
-            load(self, store)
+        return get_compile_config
 
-    def load_inner(self: Any, store: Any) -> None:
-        if store.keys() or manager.find(self) is None:  # what a wrapper holds has nothing of its own in such a file
-            load_raw(self, store)
+    def saving(self, native: Callable[..., None]) -> Callable[..., None]:
+        def save_own_variables(optimizer: Any, store: Any) -> None:
+            raw = self._raw(optimizer)
+            if raw is None:
+                native(optimizer, store)
+            else:
+                raw.save_own_variables(store)
 
-    # Files of the format HDF5 are written otherwise.
+        return save_own_variables
 
-    def model_metadata(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        metadata: dict[str, Any] = describe_hdf5(model, *args, **kwargs)
-        if "training_config" in metadata and stands_beside(model.optimizer):
-            raw = model.optimizer.inner_optimizer
-            described = {"class_name": keras.saving.get_registered_name(type(raw)), "config": raw.get_config()}
-            metadata["training_config"]["optimizer_config"] = described
-        return metadata
+    def loading(self, native: Callable[..., None]) -> Callable[..., None]:
+        def load_own_variables(optimizer: Any, store: Any) -> None:
+            raw = self._raw(optimizer)
+            if raw is not None and len(store.keys()) == len(raw.variables):
+                self._load_raw(raw, store)
+            else:
+                native(optimizer, store)
 
-    def save_optimizer_weights(group: Any, optimizer: Any) -> None:
-        save_hdf5(group, optimizer.inner_optimizer if stands_beside(optimizer) else optimizer)
+        return load_own_variables
 
-    def set_weights(self: Any, weights: Any) -> None:
-        base.set_weights(self.inner_optimizer if stands_beside(self) else self, weights)
+    def loading_inner(self, native: Callable[..., None]) -> Callable[..., None]:
+        def load_own_variables(optimizer: Any, store: Any) -> None:
+            # What a wrapper holds has nothing of its own in such a file.
+            if store.keys() or self._manager.wrapper(optimizer) is None:
+                native(optimizer, store)
 
-    with (
-        mock.patch.object(saving_utils, "model_metadata", model_metadata),
-        mock.patch.object(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", save_optimizer_weights),
-        mock.patch.object(AmpOptimizer, "set_weights", set_weights),
-        mock.patch.object(Trainer, "get_compile_config", get_compile_config),
-        mock.patch.object(AmpOptimizer, "save_own_variables", save_own_variables),
-        mock.patch.object(AmpOptimizer, "load_own_variables", load_own_variables),
-        mock.patch.object(base, "load_own_variables", load_inner),
-    ):
-        yield
+        return load_own_variables
+
+    def describing_hdf5(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        def model_metadata(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            metadata: dict[str, Any] = native(model, *args, **kwargs)
+            if "training_config" in metadata and (raw := self._raw(model.optimizer)) is not None:
+                described = {"class_name": keras.saving.get_registered_name(type(raw)), "config": raw.get_config()}
+                metadata["training_config"]["optimizer_config"] = described
+            return metadata
+
+        return model_metadata
+
+    def saving_hdf5(self, native: Callable[..., None]) -> Callable[..., None]:
+        return lambda group, optimizer: native(group, self._raw(optimizer) or optimizer)
+
+    def setting_weights(self, native: Callable[..., None]) -> Callable[..., None]:
+        return lambda optimizer, weights: native(self._raw(optimizer) or optimizer, weights)
 
 
 def _compiling(manager: KerasManager, native: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +186,7 @@ def count_layers(manager: KerasManager, model: Any) -> None:
     names = {id(module): name for name, module in walk(model)}
     for layer in model._flatten_layers(include_self=False, recursive=True):
         if not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
-            forced = find_dtype(manager.forced, names.get(id(layer), ""))
+            forced = forced_dtype(names.get(id(layer), ""), manager.forced)
             manager.run.recorder.count_op(type(layer).__name__, forced or layer.compute_dtype)
 
 

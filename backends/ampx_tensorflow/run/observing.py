@@ -22,10 +22,16 @@ from ampx_tensorflow.losses import ScaledGradient
 from ampx_tensorflow.numerics import stats
 
 
-class _Depth(threading.local):
-    """In how many functions of TensorFlow the calling thread is."""
+class Depth(threading.local):
+    """How deep the calling thread is in something: a region that counts."""
 
-    value = 0
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 class Observing:
@@ -39,7 +45,7 @@ class Observing:
         self.recorder: Final = recorder
         self._sum: Any = None
         self._calls = 0
-        self._depth = _Depth()
+        self._functions = Depth()  # of TensorFlow
 
     @property
     def wanted(self) -> bool:
@@ -106,14 +112,10 @@ class Observing:
 
         @functools.wraps(native)
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._depth.value or not tf.executing_eagerly():
+            if self._functions.depth or not tf.executing_eagerly():
                 return native(function, *args, **kwargs)
-            self._depth.value += 1
-            with around():
-                try:
-                    return native(function, *args, **kwargs)
-                finally:
-                    self._depth.value -= 1
+            with around(), self._functions:
+                return native(function, *args, **kwargs)
 
         with mock.patch.object(Function, "__call__", call):
             yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -20,9 +20,6 @@ from ampx.run import Recorder, Sampler
 from ampx_tensorflow import products
 from ampx_tensorflow.casting import compute_dtype
 from ampx_tensorflow.contexts import compiles
-
-if TYPE_CHECKING:
-    from .manager import KerasManager
 
 _IN_GRAPHS: Final = re.compile("MatMul|Einsum|Conv[23]D|Conv2d|RNN|LSTM|GRU")
 
@@ -133,8 +130,7 @@ class Operations(Sampler):
 
 
 @contextmanager
-def products_cast(manager: KerasManager) -> Iterator[None]:
+def products_cast(operations: Operations) -> Iterator[None]:
     """Patch TensorFlow's functions of products."""
-    operations = manager.operations
     with products.cast(operations.dtype, lambda: operations.applies, operations.count_product):
         yield

@@ -13,29 +13,25 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs, custom_gradient, script_ops
 from tensorflow.python.saved_model import save
 
 from ampx.callers import is_script_function
-from ampx.run import patched
+from ampx.run import Manager, patched
 from ampx_tensorflow import gradients
 from ampx_tensorflow.numerics import stats
-
-if TYPE_CHECKING:
-    from .manager import KerasManager
 
 # Of loops and branches, and of their gradients.
 _BODIES: Final = (func_graphs.CondBranchFuncGraph, func_graphs.WhileBodyFuncGraph, func_graphs.WhileCondFuncGraph)
 
 
-class _Thread(threading.local):
-    """What the calling thread is doing."""
+class _Backwards(threading.local):
+    """The scales of the backwards that the calling thread is in, the innermost last."""
 
-    inside = 0  # how deep it is in gradient functions of the script's own, or in their saving
-    carried: tuple[Any, ...] = ()  # the scales of the backwards that it is in, the innermost last
+    carried: tuple[Any, ...] = ()
 
 
 class OwnGradients:
@@ -45,11 +41,11 @@ class OwnGradients:
     that trace for many backwards. So the scale is in a variable, which is 1 where no scaled backward is under way.
     """
 
-    def __init__(self, manager: KerasManager) -> None:
+    def __init__(self, manager: Manager[Any]) -> None:
         self._manager: Final = manager
         self._on = True
         self._there = False  # whether the script has called such a function
-        self._thread = _Thread()
+        self._backwards = _Backwards()
         self._variable: Any = None
 
     def stop(self) -> None:
@@ -60,8 +56,8 @@ class OwnGradients:
         """Return the gradients that a function computes, which carry a scale: gradient functions know it inside."""
         if not self._there:
             return differentiate()
-        before = self._thread.carried
-        self._thread.carried = (*before, scale)
+        before = self._backwards.carried
+        self._backwards.carried = (*before, scale)
         try:
             # Beside the order of operations on the variable: Python that the graph calls reads it, too.
             with tf.control_dependencies(self._tell(scale)):
@@ -70,7 +66,7 @@ class OwnGradients:
                 self._tell(before[-1] if before else 1.0)
             return result
         finally:
-            self._thread.carried = before
+            self._backwards.carried = before
 
     def _tell(self, scale: Any) -> list[Any]:
         if not tf.compat.v1.executing_eagerly_outside_functions():
@@ -86,11 +82,12 @@ class OwnGradients:
         return self._variable
 
     def _scale(self) -> Any:
-        """Return the scale that the gradients of the moment carry; None where they are true."""
-        if not self._on or self._manager.stood_down or self._thread.inside or not self._manager.scales:
+        """Return the scale that the gradients of the moment carry; None where they are unscaled."""
+        manager = self._manager
+        if not self._on or manager.stood_down or manager.script_code.runs or not manager.scales:
             return None
         if not tf.compat.v1.executing_eagerly_outside_functions():  # such a graph is differentiated in itself
-            return self._thread.carried[-1] if self._thread.carried else None
+            return self._backwards.carried[-1] if self._backwards.carried else None
         if tf.executing_eagerly():
             return tf.convert_to_tensor(self._own_variable())
         graph = tf.compat.v1.get_default_graph()
@@ -98,14 +95,6 @@ class OwnGradients:
             graph = graph.outer_graph
         with graph.as_default():
             return tf.convert_to_tensor(self._own_variable())
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._thread.inside += 1
-        try:
-            yield
-        finally:
-            self._thread.inside -= 1
 
     # -- gradient functions ------------------------------------------------------------------------
 
@@ -121,17 +110,16 @@ class OwnGradients:
         def called(*passed: Any, **keywords: Any) -> Any:
             with stats.unwatched():
                 scale = self._scale()
-                if scale is not None:
-                    if any(tf.is_tensor(each) and each.dtype == tf.float16 for each in passed):
-                        low()
-                    passed = tuple(_divided(each, scale) for each in passed)
             if scale is None:
                 return function(*passed, **keywords)
-            with self._inside():
-                result = function(*passed, **keywords)
-            # Not multiplied: see `gradients.unscale`.
-            with stats.unwatched():
-                return tf.nest.map_structure(functools.partial(_divided, scale=1.0 / scale), result)
+            if any(tf.is_tensor(each) and each.dtype == tf.float16 for each in passed):
+                low()
+            return self._manager.script_code.call(
+                functools.partial(function, **keywords),
+                passed,
+                lambda gradient: _divided(gradient, scale),
+                lambda result, _: _multiplied(result, scale),
+            )
 
         called.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # TensorFlow looks for `variables`
         return called
@@ -190,7 +178,7 @@ class OwnGradients:
 
         @functools.wraps(native)
         def trace(*args: Any, **kwargs: Any) -> Any:
-            with self._inside():
+            with self._manager.script_code.switched(True):
                 return native(*args, **kwargs)
 
         return trace
@@ -204,9 +192,8 @@ class OwnGradients:
 
 
 @contextmanager
-def own_gradients_true(manager: KerasManager) -> Iterator[None]:
+def own_gradients_true(own: OwnGradients) -> Iterator[None]:
     """Patch how functions with a gradient of their own are called, and registered."""
-    own = manager.own_gradients
     try:
         with patched(
             (custom_gradient, "_eager_mode_decorator", own.deriving),
@@ -224,9 +211,15 @@ def _divided(value: Any, scale: Any) -> Any:
     """Return a gradient divided, dense or sparse; what is none stays."""
     if not isinstance(value, (tf.Tensor, tf.Variable, tf.IndexedSlices)):
         return value
-    if isinstance(value, tf.Variable):
-        value = tf.convert_to_tensor(value)
-    return gradients.unscale([value], scale)[0]
+    with stats.unwatched():
+        return gradients.unscale([tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value], scale)[0]
+
+
+def _multiplied(tree: Any, scale: Any) -> Any:
+    """Return the gradients in a tree times the scale. They are not multiplied: see `gradients.unscale`."""
+    with stats.unwatched():
+        inverse = 1.0 / scale
+    return tf.nest.map_structure(lambda value: _divided(value, inverse), tree)
 
 
 def _common_dtype(tree: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.client.session import BaseSession
 
+from ampx.run import patched
 from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
 from ampx_tensorflow.old.tf1 import GraphOptimizer
 
@@ -19,6 +20,7 @@ from .manager import KerasManager
 
 # Reading the scale takes a run of the session; at this interval, in seconds, that costs next to nothing.
 _LOOK_SECONDS: Final = 0.25
+_HALVES: Final = ("compute_gradients", "apply_gradients")  # of `minimize`
 
 
 @contextmanager
@@ -36,8 +38,7 @@ def rewrites_started(manager: KerasManager) -> Iterator[None]:
 @contextmanager
 def own_scaling_noted(manager: KerasManager) -> Iterator[None]:
     """Patch how the script makes optimizers of Keras 2 that scale the loss."""
-    kind = keras2.LossScaleOptimizer
-    with mock.patch.object(kind, "__init__", _making_own(manager, kind.__init__)):
+    with patched((keras2.LossScaleOptimizer, "__init__", partial(_making_own, manager))):
         yield
 
 
@@ -54,14 +55,13 @@ def _making_own(manager: KerasManager, native: Callable[..., None]) -> Callable[
 def graphs_managed(manager: KerasManager) -> Iterator[None]:
     """Patch optimizers and sessions."""
     base = tf.compat.v1.train.Optimizer
-    with ExitStack() as stack:
-        for name in ("minimize", "compute_gradients", "apply_gradients"):
-            stack.enter_context(mock.patch.object(base, name, _managed(manager, getattr(base, name), name)))
-        computing = _computing(manager, GraphOptimizer.compute_gradients)
-        for name, patched in (("compute_gradients", computing), ("apply_gradients", GraphOptimizer.apply_gradients)):
-            stack.enter_context(mock.patch.object(GraphOptimizer, name, _inside(manager, patched)))
-        stack.enter_context(mock.patch.object(BaseSession, "run", _running(manager, BaseSession.run)))
-        stack.enter_context(mock.patch.object(BaseSession, "close", _closing(manager, BaseSession.close)))
+    with patched(
+        *((base, name, partial(_managed, manager, name)) for name in ("minimize", *_HALVES)),
+        (GraphOptimizer, "compute_gradients", partial(_computing, manager)),
+        *((GraphOptimizer, name, partial(_inside, manager)) for name in _HALVES),
+        (BaseSession, "run", partial(_running, manager)),
+        (BaseSession, "close", partial(_closing, manager)),
+    ):
         yield
 
 
@@ -71,7 +71,7 @@ def _running(manager: KerasManager, native: Callable[..., Any]) -> Callable[...,
     @functools.wraps(native)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal last
-        if manager.depth.value:
+        if manager.at_work.depth:
             return native(self, *args, **kwargs)
         with manager.run.recorder.phase("train"):
             result = manager.operations.run_session(native, self, *args, **kwargs)
@@ -93,13 +93,13 @@ def _closing(manager: KerasManager, native: Callable[..., None]) -> Callable[...
     return close
 
 
-def _managed(manager: KerasManager, native: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _managed(manager: KerasManager, name: str, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, GraphOptimizer):
             manager.held.add(self)  # the script may forget it, and its graph goes on
             return _inside(manager, native)(self, *args, **kwargs)
-        if manager.depth.value or manager.stood_down:
+        if manager.at_work.depth or manager.stood_down:
             return native(self, *args, **kwargs)
         wrapped = manager.manage(self, True)
         with manager.working():
@@ -111,7 +111,7 @@ def _managed(manager: KerasManager, native: Callable[..., Any], name: str) -> Ca
 def _inside(manager: KerasManager, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with manager.at_work():
+        with manager.at_work:
             return native(self, *args, **kwargs)
 
     return call
@@ -127,7 +127,7 @@ def _computing(manager: KerasManager, native: Callable[..., Any]) -> Callable[..
 
 def _look(manager: KerasManager, session: Any) -> None:
     """Count in the recorder the steps that a session has made; of a closed or broken one, none."""
-    with manager.at_work(), session.graph.as_default(), session.as_default():
+    with manager.at_work, session.graph.as_default(), session.as_default():
         if manager.stood_down and manager.run.amp is not None:
             manager.run.look()
             for group in manager.run.amp.live_groups():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -32,6 +33,8 @@ class _Batch:
 class TensorLedger(Ledger):
     """A ledger whose scale and flags are tensors on one device, made on first use."""
 
+    on_device: ClassVar[bool] = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -44,6 +47,14 @@ class TensorLedger(Ledger):
         if isinstance(finite, torch.Tensor):
             return finite
         return torch.full((), float(not finite), dtype=torch.float32, device=self.device)
+
+    def may_be_below_one(self, group: ScaleGroup, loss_id: int, scale: torch.Tensor) -> bool:
+        """Return whether a scale that gradients carry may be so, as far as is known without looking at it."""
+        if scale is not self.factor(group, loss_id):
+            return True  # another optimizer's
+        config = group.config
+        lowest = config.min_scale if config.dynamic else config.init_scale
+        return min([lowest, *(state.scale for state in group.states.values())]) < 1.0
 
 
 class DeviceLedger(TensorLedger):

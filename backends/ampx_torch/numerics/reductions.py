@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampx.backend import Array
-from ampx.formats import FORMATS, Format
-from ampx.numerics.watching import Reduced
+from ampx.formats import FORMATS
+from ampx.numerics.watching import Tensors
 from ampx_torch.trees import stored
 
 
 def floating(tree: Any) -> Iterator[torch.Tensor]:
-    """Walk over the floating and complex tensors of a tree, detached: tuples, dicts, dataclasses."""
+    """Walk over the floating and complex tensors of a tree whose elements can be read: tuples, dicts, dataclasses."""
     if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point() or tree.is_complex():
+        if (tree.is_floating_point() or tree.is_complex()) and _is_readable(tree):
             yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
@@ -32,20 +33,16 @@ def floating(tree: Any) -> Iterator[torch.Tensor]:
             yield from floating(getattr(tree, field.name, None))
 
 
-def reduce(tensors: Iterable[torch.Tensor], dtype: str) -> list[Reduced]:
-    """Reduce tensors; none is waited for, and modes of the user do not see it.
+def _is_readable(tensor: torch.Tensor) -> bool:
+    # A meta tensor has no elements, and classes that compute by themselves, such as quantized states, compute little.
+    # Shards (DTensor) are read where they lie.
+    dispatch = type(tensor).__torch_dispatch__
+    return not tensor.is_meta and (dispatch is torch.Tensor.__torch_dispatch__ or hasattr(tensor, "to_local"))
 
-    Args:
-        tensors: Floating tensors.
-        dtype: The dtype that is watched.
-    """
+
+def _reduced(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return in float64 what `_rows` makes `NUMBERS` of: inf and NaN count as zeros, and zeros as flushed."""
     limits = FORMATS[dtype]
-    with _disable_current_modes(), torch.no_grad():
-        return [(values.numel(), _reduced(values, limits)) for values in map(stored, tensors) if values.numel()]
-
-
-def _reduced(values: torch.Tensor, limits: Format) -> torch.Tensor:
-    """Return in float64 what `read` makes `NUMBERS` of: inf and NaN count as zeros, and zeros as flushed."""
     if values.dtype.itemsize < 4:
         values = values.float()
     finite = values.isfinite()
@@ -57,30 +54,41 @@ def _reduced(values: torch.Tensor, limits: Format) -> torch.Tensor:
     return torch.cat([torch.stack([mask.sum() for mask in counts]).double(), torch.stack(extremes).double()])
 
 
-def read(vectors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Bring reduced tensors to the host. Sync: one a device."""
+def _rows(vectors: Sequence[torch.Tensor]) -> list[list[float]]:
     rows = []
-    for numbers in _by_device(vectors, lambda tensors: torch.stack(tensors).tolist()):
+    for numbers in torch.stack(list(vectors)).tolist():
         nonfinite, nan, empty, flushed, overflowed, largest, smallest, lowest = numbers
         rows.append([nonfinite, nan, empty - nonfinite, largest, smallest, lowest, flushed - empty, overflowed])
     return rows
 
 
-def read_samples(samples: Sequence[torch.Tensor]) -> list[Array]:
-    """Bring samples to the host. Sync: one a device."""
-
-    def arrays(tensors: list[torch.Tensor]) -> list[Array]:
-        joined = torch.cat(tensors).cpu()
-        return [part.numpy() for part in joined.split([len(tensor) for tensor in tensors])]
-
-    return _by_device(samples, arrays)
+def _arrays(samples: Sequence[torch.Tensor]) -> list[Array]:
+    joined = torch.cat(list(samples)).cpu()
+    return [part.numpy() for part in joined.split([len(sample) for sample in samples])]
 
 
-def _by_device(tensors: Sequence[torch.Tensor], bring: Callable[[list[torch.Tensor]], list[Any]]) -> list[Any]:
-    """Return what a function makes of the tensors of each device, in the order of the tensors."""
-    held: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        held.setdefault(tensor.device, []).append(tensor)
-    with _disable_current_modes():
-        brought = {device: iter(bring(own)) for device, own in held.items()}
-    return [next(brought[tensor.device]) for tensor in tensors]
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def wait(tree: Any) -> None:
+    """Wait for the devices of some tensors."""
+    for device in {tensor.device for tensor in floating(tree) if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+TENSORS: Final = Tensors(
+    unseen=_unseen,
+    floating=floating,
+    dtype=lambda tensor: str(tensor.dtype).removeprefix("torch."),
+    held=stored,
+    size=lambda values: int(values.numel()),
+    reduce=_reduced,
+    flat=lambda values: values.reshape(-1),
+    sample=lambda values: values.to(torch.float32, copy=True),
+    device=lambda tensor: tensor.device,
+    rows=_rows,
+    arrays=_arrays,
+)

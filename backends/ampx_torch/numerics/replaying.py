@@ -14,28 +14,27 @@ from ampx.backend import Backend, CastPlan
 from ampx.numerics.probe import Replayed, Step
 from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
-from ampx.numerics.watching import read_stats
 from ampx.scaling import check_loss
 from ampx_torch import casting
 from ampx_torch.casting.module_rules import plain_name
 from ampx_torch.folded_step import is_large, reads_finite
 from ampx_torch.trees import stored
 
-from .reductions import read, reduce
+from .reductions import TENSORS
 
 
 def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Compute the loss of a batch and its gradients: see `Probe.replay`."""
     trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     with _kept(model):
-        weights = read_stats([reduce([parameter], "float16") for parameter in trained.values()], read)
+        weights = TENSORS.stats(trained, "float16")
         with _casting(plan):
             loss = _computed(backend, model, step, scale)
         gradients = {
             name: _true(parameter.grad, scale) for name, parameter in trained.items() if parameter.grad is not None
         }
         value = float(loss.detach().float())
-    return Replayed(value, gradients, dict(zip(trained, weights, strict=True)))
+    return Replayed(value, gradients, weights)
 
 
 def clock(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None) -> Callable[[], float]:

@@ -11,17 +11,16 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ampx.callers import script_line
 from ampx.modules import check_patterns
-from ampx.numerics.probe import Direction, Reading, Watching
-from ampx.numerics.watching import Entry, GradientLog, Log, Reduced
+from ampx.numerics.probe import Watching
+from ampx.numerics.watching import Reduced, Watcher, Where
 from ampx_torch.lent_hooks import lend
 from ampx_torch.names import Names, each_model
-from ampx_torch.trees import stored
 
-from .reductions import floating, read, read_samples, reduce
+from .reductions import TENSORS, floating, wait
 
 # They hand memory on and compute nothing, not even another dtype.
 _IDLE: Final = frozenset(
@@ -34,8 +33,7 @@ class _Call:
     """A call of a module that is under way."""
 
     module: nn.Module
-    name: str
-    kind: str
+    where: Where
     inputs: list[Reduced]
     began: float = 0.0
     waited: float = 0.0
@@ -44,24 +42,19 @@ class _Call:
 class _Thread(threading.local):
     """The calls of modules under way, outermost first."""
 
-    calls: tuple[_Call, ...] = ()
+    running: tuple[_Call, ...] = ()
 
 
-class ModuleWatch:
+class ModuleWatch(Watcher):
     """What a region saw so far."""
 
     def __init__(self, watching: Watching) -> None:
-        self._watching = watching
-        self._log = Log(watching, read, read_samples)
-        self._thread = _Thread()
-        self._nodes: dict[int, tuple[str, str, str]] = {}  # by number of a node of the graph: module, kind, place
+        super().__init__(TENSORS, watching)
+        self._calls = _Thread()
+        self._nodes: dict[int, tuple[Where, str]] = {}  # by number of a node of the graph: module and line
         self._leaf_hooks: list[Any] = []
         self._waited = 0.0  # what this watch itself took, for times
         self.open = True
-
-    def readings(self) -> list[Reading]:
-        """Return what was seen so far, in order of execution. Sync: one a device."""
-        return self._log.readings()
 
     # -- modules -----------------------------------------------------------------------------------
 
@@ -82,82 +75,48 @@ class ModuleWatch:
     def enter(self, module: nn.Module, name: str, tree: Any) -> None:
         """Begin a call; inputs are looked at before the module can change them in place."""
         started = time.perf_counter()
-        reads = self._watching.watches(name) and not _computes_again()
-        inputs = reduce(floating(tree), self._watching.dtype) if reads else []
-        call = _Call(module, name, type(module).__name__, inputs)
-        self._thread.calls = (*self._thread.calls, call)
-        if self._watching.times:
-            _wait(tree)
+        reads = self.watching.watches(name) and not _computes_again()
+        call = _Call(module, (name, type(module).__name__), self.reduced(tree) if reads else [])
+        self._calls.running = (*self._calls.running, call)
+        if self.watching.times:
+            wait(tree)
             call.began = time.perf_counter()
             self._waited += call.began - started
             call.waited = self._waited
 
-    def leave(self, module: nn.Module, name: str, output: Any) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """End a call; those inside it that an interrupt left open go too."""
-        calls = self._thread.calls
-        position = next((at for at in range(len(calls) - 1, -1, -1) if calls[at].module is module), None)
+        running = self._calls.running
+        position = next((at for at in range(len(running) - 1, -1, -1) if running[at].module is module), None)
         if position is None:
             return
-        call, self._thread.calls = calls[position], calls[:position]
-        tensors = list(floating(output))
+        call, self._calls.running = running[position], running[:position]
         ended = 0.0
-        if self._watching.times:
-            _wait(tensors)
+        if self.watching.times:
+            wait(output)
             ended = time.perf_counter()
-        if not tensors or not self._watching.watches(name):
+        if not self.watching.watches(call.where[0]):
             return
-        if not _computes_again():
-            seen = self._note(call.name, call.kind, "", "forward", tensors)
-            seen.inputs = call.inputs
-            if self._watching.times:
-                seen.seconds = ended - call.began - (self._waited - call.waited)
-        self._watch_gradients(call, tensors)
-        if self._watching.times:
-            _wait(tensors)
+        entry = None if _computes_again() else self.note(call.where, "", "forward", output, call.inputs)
+        if entry is not None and self.watching.times:
+            entry.seconds = ended - call.began - (self._waited - call.waited)
+        self.tapped(output, call.where)
+        if self.watching.times:
+            wait(output)
             self._waited += time.perf_counter() - ended
 
-    def _watch_gradients(self, call: _Call, tensors: list[torch.Tensor]) -> None:
-        """Put a hook on every output that a gradient may come to; one call's gradients are one reading."""
+    def tapped(self, value: Any, where: Where) -> Any:
+        """Put a hook on every output that a gradient may come to."""
         wanted = [
             tensor
-            for tensor in tensors
+            for tensor in floating(value)
             if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         ]
-        sizes = self._sizes(wanted)
-        gradients = GradientLog(self._log, call.name, call.kind, sizes=sizes)
-        for place, tensor in enumerate(wanted):
-            handle = tensor.register_hook(_Gradient(self, gradients, place))
+        for tensor, listen in zip(wanted, self.listeners(where, wanted), strict=True):
+            handle = tensor.register_hook(_Gradient(self, listen))
             if tensor.is_leaf:  # it outlives the graph
                 self._leaf_hooks.append(handle)
-
-    def gradient(self, gradients: GradientLog, place: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of one output."""
-        self._take(gradients.at(place), [gradient], place)
-
-    def _note(self, module: str, kind: str, operation: str, direction: Direction, tensors: list[torch.Tensor]) -> Entry:
-        entry = self._log.add(module, kind, operation, direction, self._sizes(tensors))
-        self._take(entry, tensors)
-        return entry
-
-    def _sizes(self, tensors: list[torch.Tensor]) -> list[int]:
-        return [stored(tensor).numel() for tensor in tensors] if self._watching.samples else []
-
-    def _take(self, entry: Entry, tensors: list[torch.Tensor], first: int = 0) -> None:
-        """Reduce tensors of a value, and keep what belongs to its sample.
-
-        Args:
-            entry: Where they belong.
-            tensors: Some that follow each other in the value.
-            first: The place of the first of them.
-        """
-        entry.dtype = entry.dtype or _dtype(tensors[0])
-        entry.value += reduce(tensors, self._watching.dtype)
-        with _disable_current_modes(), torch.no_grad():
-            for place, tensor in enumerate(tensors if entry.sampled else (), first):
-                values = stored(tensor).reshape(-1)
-                sample = entry.chosen(place, values, values.numel())
-                if sample is not None:
-                    entry.samples[place] = sample.to(torch.float32, copy=True)
+        return value
 
     def close(self) -> None:
         """Stop looking: gradients may come after the region."""
@@ -170,26 +129,23 @@ class ModuleWatch:
     def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and note what came in and out."""
         name = _operation_name(function)
-        calls = self._thread.calls
+        running = self._calls.running
         backward = _in_backward()
-        module, kind, place = (calls[-1].name, calls[-1].kind, "") if calls else ("", "", "")
-        node = torch._C._current_autograd_node() if backward and not calls else None
+        where, line = (running[-1].where if running else ("", "")), ""
+        node = torch._C._current_autograd_node() if backward and not running else None
         if node is not None:
-            module, kind, place = self._nodes.get(node._sequence_nr(), ("", "", ""))
+            where, line = self._nodes.get(node._sequence_nr(), (("", ""), ""))
         else:
-            place = script_line()
+            line = script_line()
             # The node of an operation is made before it runs; what makes none, as our reading, takes no other's place.
             latest = torch._C._autograd._get_sequence_nr() - 1
-            self._nodes.setdefault(latest, (module, kind, place))
-        reads = not function.is_view and not (backward and calls) and self._watching.watches(module)
+            self._nodes.setdefault(latest, (where, line))
+        reads = not function.is_view and not (backward and running) and self.watching.watches(where[0])
         if not reads or name in _IDLE or name.startswith(("empty", "new_empty")):
             return function(*args, **kwargs)
-        inputs = reduce(floating((args, kwargs)), self._watching.dtype)
+        inputs = self.reduced((args, kwargs))
         result = function(*args, **kwargs)
-        tensors = list(floating(result))
-        if tensors:
-            seen = self._note(module, kind, name, "backward" if backward else "forward", tensors)
-            seen.inputs, seen.place = inputs, place
+        self.note(where, name, "backward" if backward else "forward", result, inputs, line)
         return result
 
 
@@ -215,17 +171,17 @@ class _After(_Hook):
     def __call__(self, module: nn.Module, *rest: Any) -> None:
         """Take the output, which is None after an exception; torch leaves out the keyword arguments then."""
         if self._open:
-            self._watch.leave(module, self._name, rest[-1])
+            self._watch.leave(module, rest[-1])
 
 
 class _Gradient:
-    def __init__(self, watch: ModuleWatch, gradients: GradientLog, place: int) -> None:
-        self._call = (gradients, place)
+    def __init__(self, watch: ModuleWatch, listen: Callable[[torch.Tensor], None]) -> None:
         self._watch = watch
+        self._listen = listen
 
     def __call__(self, gradient: torch.Tensor) -> None:
         if self._watch.open:
-            self._watch.gradient(*self._call, gradient)
+            self._listen(gradient)
 
 
 class _Operations(TorchDispatchMode):
@@ -279,16 +235,6 @@ def _in_backward() -> bool:
 _computes_again = _in_backward  # modules run inside backward where activations were thrown away
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _operation_name(function: Any) -> str:
     name: str = function._schema.name
     return name.removeprefix("aten::")
-
-
-def _wait(tree: Any) -> None:
-    """Wait for the devices of some tensors."""
-    for device in {tensor.device for tensor in floating(tree) if tensor.is_cuda}:
-        torch.cuda.synchronize(device)

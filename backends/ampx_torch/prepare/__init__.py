@@ -18,7 +18,7 @@ from torch import nn
 
 from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, ProtocolError, RawStepError, UnsupportedByBackendError, UnsupportedOpError
-from ampx_torch import fused, raw_steps
+from ampx_torch import fused, unwrapped_steps
 from ampx_torch.casting import module_rules
 from ampx_torch.casting.oplists import TorchPlan
 from ampx_torch.trees import DTYPES, LOW
@@ -86,7 +86,7 @@ def _lower(models: list[nn.Module], optimizers: list[Any], rules: dict[nn.Module
             else:
                 wrapper.ampx_refusal = wrapper.register_step_pre_hook(_refuse_unwrapped)
         _guard_checkpoints(models, exempt, copies)
-        raw_steps.note_lowered(p for p in lowered if isinstance(p, nn.Parameter) and p not in copies)
+        unwrapped_steps.note_lowered(p for p in lowered if isinstance(p, nn.Parameter) and p not in copies)
     else:
         for raw in raws:
             _lower_state(raw, lowered)

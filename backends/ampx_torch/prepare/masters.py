@@ -15,7 +15,7 @@ from torch import nn
 
 from ampx import callers
 from ampx.errors import PrecisionWarning, UnsupportedByBackendError
-from ampx_torch.trees import LOW
+from ampx_torch.trees import LOW, gradient_of
 
 
 class MasterWeights:
@@ -27,7 +27,7 @@ class MasterWeights:
         self._new = [(own, master, own.detach().clone(), master._version) for own, master in self.pairs]
         # Memory of the masters' gradients by place in `pairs`, on a CPU only.
         self._kept: dict[int, torch.Tensor] = {}
-        self._versions: list[int] | None = None  # of the model's gradients, after `note_true`; None: nobody asks
+        self._versions: list[int] | None = None  # of the model's gradients, after `note_unscaled`; None: nobody asks
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -40,7 +40,8 @@ class MasterWeights:
 
     def any_gradient(self) -> bool:
         """Return whether any of the model's parameters has a gradient that is not all zeros. Sync: one a parameter."""
-        return any(own.grad is not None and bool(own.grad.any()) for own, _ in self.pairs)
+        gradients = [gradient_of(own) for own, _ in self.pairs]
+        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
     def pull_gradients(self) -> None:
         """Set the gradients of the masters to the model's, in float32.
@@ -53,24 +54,24 @@ class MasterWeights:
         """
         targets, sources = [], []
         for place, (own, master) in enumerate(self.pairs):
-            gradient = own.grad
+            gradient, target = gradient_of(own), gradient_of(master)
             if gradient is None:
                 master.grad = None
                 continue
-            if master.grad is None:
-                master.grad = self._kept.get(place)
-            if master.grad is None or gradient.is_sparse or master.grad.is_sparse:
-                master.grad = gradient.to(torch.float32, copy=True)
+            if target is None:
+                target = master.grad = self._kept.get(place)
+            if target is None or gradient.is_sparse or target.is_sparse:
+                target = master.grad = gradient.to(torch.float32, copy=True)
                 if gradient.is_cpu and not gradient.is_sparse:
-                    self._kept[place] = master.grad
+                    self._kept[place] = target
             else:
-                targets.append(master.grad)
+                targets.append(target)
                 sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def note_true(self) -> None:
-        """Note that the user has the masters' gradients true, and may write to them now."""
+    def note_unscaled(self) -> None:
+        """Note that the masters' gradients are unscaled, and that the script may write to them now."""
         self._versions = None if self._warned else self._versions_now()
 
     def check_writes(self) -> None:
@@ -87,7 +88,7 @@ class MasterWeights:
             )
 
     def _versions_now(self) -> list[int]:
-        return [own.grad._version for own, _ in self.pairs if own.grad is not None]
+        return [gradient._version for own, _ in self.pairs if (gradient := gradient_of(own)) is not None]
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -17,10 +17,10 @@ from ampx.run import asked_by_script, is_script_function
 from ampx.run.recorder import Recorder
 from ampx_torch.backend import TorchBackend
 from ampx_torch.reach import bring_together, leaves_of
-from ampx_torch.trees import LOW
+from ampx_torch.trees import LOW, gradient_of
 
 from .gradients import unscaled
-from .manager import WIDE, Owners, TorchManaged, TorchManager, gradient_of
+from .manager import WIDE, Owners, TorchManaged, TorchManager
 from .native import OWN
 
 _THROUGH: Final = ("torch._tensor", "torch.autograd")

@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from ampx.run import ImportWatch, is_script_function
-from ampx_torch.trees import LOW
+from ampx_torch.trees import LOW, gradient_of
 
 from .manager import WIDE, TorchManager
 
@@ -54,10 +54,9 @@ def _grad_watched(manager: TorchManager) -> Iterator[None]:
     So `clip_grad_norm_`, gradient statistics and whatever a script does by hand need no knowledge of their own.
     """
     native: Any = torch.Tensor.grad
-    get = native.__get__
 
     def read(self: torch.Tensor) -> Any:
-        value = get(self)
+        value = gradient_of(self)
         if value is not None and not manager.quiet:
             if manager.pending:
                 manager.reveal(self)

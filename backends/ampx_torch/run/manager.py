@@ -17,6 +17,7 @@ from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
 from ampx_torch.debug import sample_gradients
 from ampx_torch.delegation import TakenOver
 from ampx_torch.step import AmpOptimizer
+from ampx_torch.trees import gradient_of
 
 from .modules import ModuleRules
 from .native import Native
@@ -24,7 +25,6 @@ from .operations import TorchSampler
 from .trainers import trainer_lines
 
 WIDE: Final = "_ampx_unscaled_gradient"  # on a tensor in low precision that is no leaf: what it shows as `.grad`
-gradient_of: Final[Callable[[torch.Tensor], torch.Tensor | None]] = torch._C.TensorBase.grad.__get__
 _NOTHING: Final = nullcontext()
 
 
@@ -257,7 +257,7 @@ class TorchManager(Manager[TorchManaged]):
         self.run.stand_down(why, waits)
 
     def leave_scaling(self) -> None:
-        """Leave the losses to a GradScaler of the script from now on; gradients that wait become true."""
+        """Leave the losses to a GradScaler of the script from now on; gradients that wait are unscaled."""
         if self.scales:
             for managed in self.managed():
                 self.unscale(managed)
@@ -308,7 +308,7 @@ class TorchManager(Manager[TorchManaged]):
         managed.call, managed.returned = (args, kwargs), None
         try:
             with self.uncounted(), self.working(managed), self.step_phase:
-                counts = closure is not None or member.stage != "idle" or self._note_true(managed)
+                counts = closure is not None or member.stage != "idle" or self._note_unscaled(managed)
                 loss = wrapped.step(closure)
         finally:
             managed.call = ((), {})
@@ -320,8 +320,8 @@ class TorchManager(Manager[TorchManaged]):
                 self.rules.check(recorder.steps)
         return managed.returned if loss is None else loss
 
-    def _note_true(self, managed: TorchManaged) -> bool:
-        """Note gradients that did not come through backward: they are true. Return whether there are any."""
+    def _note_unscaled(self, managed: TorchManaged) -> bool:
+        """Note gradients that did not come through backward: they are unscaled. Return whether there are any."""
         if self.pending:  # but those of parameters that were another optimizer's in backward
             for parameter in managed.wrapped.gradients.parameters():
                 self.reveal(parameter)
@@ -370,7 +370,7 @@ class TorchManager(Manager[TorchManaged]):
         self.pending = any([managed.carries_scale for managed in self.managed()])
 
     def reveal(self, tensor: torch.Tensor) -> None:
-        """Make the gradients of a parameter's optimizer true, because the script looks at one of them."""
+        """Unscale the gradients of a parameter's optimizer, because the script looks at one of them."""
         managed = self.owners.of(id(tensor))
         if managed is not None:
             self.unscale(managed)
@@ -387,7 +387,7 @@ class TorchManager(Manager[TorchManaged]):
         )
 
     def unscale(self, managed: TorchManaged) -> None:
-        """Make an optimizer's gradients true ahead of its step, which tests them again: the script may change them."""
+        """Unscale an optimizer's gradients ahead of its step, which tests them again: the script may change them."""
         if managed.carries_scale:
             with self.working():
                 managed.wrapped.ampx_unscale()
@@ -419,7 +419,7 @@ def optimizers_managed(manager: TorchManager) -> Iterator[None]:
             manager.unscale(managed)
         add(self, param_group)
         if managed is not None:
-            managed.wrapped.notice_groups(true=True)
+            managed.wrapped.notice_groups(unscaled=True)
 
     with ExitStack() as stack:
         patches: dict[str, Any] = {

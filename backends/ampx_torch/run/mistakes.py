@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampx.callers import script_line
 from ampx.run.recorder import Observer
-from ampx_torch import raw_steps
+from ampx_torch import unwrapped_steps
+from ampx_torch.provenance import wrapped_optimizers
 
 from .manager import TorchManager
 
@@ -38,7 +39,7 @@ def mistakes_named(manager: TorchManager) -> Iterator[None]:
         return
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if manager.stood_down and not raw_steps.is_wrapped(optimizer):
+        if manager.stood_down and not unwrapped_steps.is_wrapped(optimizer):
             _name_unscaled(observer, manager.run.amp, optimizer)
 
     with ExitStack() as stack:
@@ -71,7 +72,7 @@ def _named(clip: Callable[..., Any], manager: TorchManager, observer: Observer) 
 def _carry_scale(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether gradients of some parameters wait for a step that will divide them by a loss scale."""
     keys = {id(parameter) for parameter in parameters if parameter.grad is not None}
-    for optimizer in list(raw_steps.living):
+    for optimizer in wrapped_optimizers():
         member = optimizer.ampx_member
         scaled = member.stage in ("inside", "scaled") and any(factor != 1.0 for factor in member.factors.values())
         if scaled and any(id(leaf) in keys for leaf in optimizer.leaves()):

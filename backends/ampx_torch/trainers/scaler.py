@@ -96,7 +96,7 @@ class TrainerScaler:
         return ScaledLoss(self, loss)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients of an optimizer true; again, or with none pending, it does nothing.
+        """Unscale the gradients of an optimizer; again, or with none pending, it does nothing.
 
         Sync: at most one a device.
         """

@@ -30,6 +30,7 @@ class ToyBackward(ScriptBackward[ToyManager]):
 @contextmanager
 def automate(run: Run) -> Iterator[None]:
     """Manage every optimizer that is made inside."""
+    run.refuse_preparation()
     with ToyManager(run).region(optimizers_managed, backward_scaled):
         yield
 

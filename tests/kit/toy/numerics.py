@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import ampx
 from ampx.backend import CastPlan, Device, leaves, map_leaves
-from ampx.modules import FORCES, WATCHERS, CallInterceptors, Names, last_match
+from ampx.modules import FORCES, WATCHERS, CallInterceptors, Names
+from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Replayed, Step, Watching
-from ampx.numerics.rounding import HostLog, describe, round_to
-from ampx.numerics.watching import GradientLog, Log
+from ampx.numerics.rounding import describe, host_tensors, round_to
+from ampx.numerics.watching import Watcher, Where
+from ampx.scaling import check_loss
 from toy import framework
 from toy.framework import FLOATING, CastingState, Module, Tensor
 from toy.verbs import casting_of
@@ -24,71 +25,68 @@ calls: Final = CallInterceptors(
 )
 
 
-class Watcher:
+TENSORS: Final = host_tensors(
+    floating=lambda tree: (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)),
+    dtype=lambda tensor: tensor.dtype,
+    values=lambda tensor: tensor.data,
+)
+
+
+def behind(tensor: Tensor, listen: Callable[[Tensor], None]) -> Tensor:
+    """Return a tensor whose gradient is read."""
+
+    def noted(upstream: tuple[Any, ...]) -> tuple[Any, ...]:
+        listen(Tensor(upstream, tensor.dtype))
+        return upstream
+
+    return Tensor(tensor.data, tensor.dtype, [(tensor, noted)])
+
+
+class ToyWatcher(Watcher):
     """Reads what runs inside its region."""
 
-    def __init__(self, names: Names, watching: Watching) -> None:
-        self.names = names
-        self.log = HostLog(watching)
-        self.inside = [("", "")]  # name and class of the modules that run, the outermost first
-
-    def behind(self, tensor: Tensor, gradients: GradientLog, place: int) -> Tensor:
-        """Return a tensor whose gradient is read."""
-
-        def noted(upstream: tuple[Any, ...]) -> tuple[Any, ...]:
-            self.log.put(gradients.at(place), place, tensor.dtype, upstream)
-            return upstream
-
-        return Tensor(tensor.data, tensor.dtype, [(tensor, noted)])
-
-    def call(self, module: Module, forward: Callable[..., Any], inputs: tuple[Any, ...], options: Any) -> Any:
-        """Read the output of a module, and its gradient once it is there."""
-        name = self.names.of(module)
-        if name is None:
-            return forward(*inputs)
-        where = name, type(module).__name__
-        self.inside.append(where)
-        try:
-            output, seconds = self.log.timed(lambda: None, forward, inputs, options)
-        finally:
-            self.inside.pop()
-        if not self.log.watching.watches(name):
-            return output
-        tensors = [tensor for value in inputs for tensor in leaves(value)]
-        entry = self.log.add(*where, "", "forward", sizes := [len(tensor.data) for tensor in leaves(output)])
-        entry.seconds, entry.inputs = seconds, [self.log.reduced(tensor.data) for tensor in tensors]
-        for place, tensor in enumerate(leaves(output)):
-            self.log.put(entry, place, tensor.dtype, tensor.data)
-        gradients, places = GradientLog(self.log, *where, sizes=sizes), itertools.count()
-        return map_leaves(output, lambda tensor: self.behind(tensor, gradients, next(places)))
+    def tapped(self, value: Any, where: Where, operation: str = "") -> Any:
+        """Return a value whose gradients are read when they come."""
+        listeners = iter(self.listeners(where, list(leaves(value)), operation))
+        return map_leaves(value, lambda tensor: behind(tensor, next(listeners)))
 
     def around_operation(self, name: str, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Read the output of an operation, and the gradients of its inputs."""
-        where = self.inside[-1]
-        if not self.log.watching.watches(where[0]):
+        where = self.where
+        if not self.watching.watches(where[0]):
             return call(*inputs)
-        logs = [GradientLog(self.log, *where, name, [len(tensor.data)]) for tensor in inputs]
-        output = call(*(self.behind(tensor, log, 0) for tensor, log in zip(inputs, logs, strict=True)))
-        self.log.note(where, name, "forward", output.dtype, output.data, [x.data for x in inputs])
+        output = call(*(self.tapped(tensor, where, name) for tensor in inputs))
+        self.note(where, name, "forward", output, self.reduced(inputs))
         return output
 
 
-class Forcer:
+class ToyForcer(Forcer):
     """Computes modules in dtypes of their own."""
 
     def __init__(self, names: Names, dtypes: Mapping[str, str], simulated: frozenset[str]) -> None:
-        self.names, self.dtypes, self.simulated = names, dtypes, simulated
+        for dtype in dtypes.values():
+            if dtype not in FLOATING and dtype not in simulated:
+                raise ampx.UnsupportedDtypeError(
+                    f"dtype={dtype!r} is neither computed nor simulated by the toy; accepted: "
+                    f"{', '.join([*FLOATING, *sorted(simulated)])}. Pass one of these."
+                )
+        super().__init__(names, dtypes)
 
-    def call(self, module: Module, forward: Callable[..., Any], inputs: tuple[Any, ...], options: Any) -> Tensor:
-        """Compute one."""
-        name = self.names.of(module)
-        dtype = None if name is None else last_match(name, self.dtypes)
-        if dtype is None:
-            return forward(*inputs)
-        if dtype in self.simulated:
-            return rounded(forward(*(rounded(x, dtype) for x in inputs)), dtype)
-        with framework.autocast(CastingState(None if dtype == "float32" else dtype)):
-            return forward(*(x.to(dtype) for x in inputs))
+    def rounds(self, dtype: str) -> bool:
+        """Return whether the toy rounds to a dtype by itself."""
+        return dtype not in FLOATING
+
+    def rounded(self, tree: Any, dtype: str, gradients: bool) -> Any:
+        """Round the tensors of a tree, and the gradients that come back."""
+        return map_leaves(tree, lambda tensor: rounded(tensor, dtype))
+
+    def computing(self, dtype: str) -> AbstractContextManager[None]:
+        """Return a region that computes in a dtype."""
+        return framework.autocast(CastingState(None if dtype == "float32" else dtype))
+
+    def cast(self, tree: Any, dtype: str) -> Any:
+        """Cast the tensors of a tree."""
+        return map_leaves(tree, lambda tensor: tensor.to(dtype))
 
 
 class ToyProbe(Probe):
@@ -103,16 +101,16 @@ class ToyProbe(Probe):
         )
 
     @contextmanager
-    def watch(self, model: Module | None, watching: Watching) -> Iterator[Log]:
+    def watch(self, model: Module | None, watching: Watching) -> Iterator[Watcher]:
         """Read what modules compute."""
         names = Names(model, Module.named_modules)
         names.check(watching.modules, "watch")
-        watcher = Watcher(names, watching)
+        watcher = ToyWatcher(TENSORS, watching, names)
         with calls.around((WATCHERS, watcher)):
             if watching.operations:
                 framework.around_operations.append(watcher.around_operation)
             try:
-                yield watcher.log
+                yield watcher
             finally:
                 if watching.operations:
                     framework.around_operations.remove(watcher.around_operation)
@@ -120,16 +118,8 @@ class ToyProbe(Probe):
     @contextmanager
     def force(self, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
         """Compute modules in dtypes of their own."""
-        simulated = self.simulates(self.backend.device("cpu"))
-        for dtype in dtypes.values():
-            if dtype not in FLOATING and dtype not in simulated:
-                raise ampx.UnsupportedDtypeError(
-                    f"dtype={dtype!r} is neither computed nor simulated by the toy; accepted: "
-                    f"{', '.join([*FLOATING, *sorted(simulated)])}. Pass one of these."
-                )
-        names = Names(model, Module.named_modules)
-        names.check(dtypes, "force")
-        with calls.around((FORCES, Forcer(names, dtypes, simulated))):
+        names, simulated = Names(model, Module.named_modules), self.simulates(self.backend.device("cpu"))
+        with calls.around((FORCES, ToyForcer(names, dtypes, simulated))):
             yield
 
     def replay(self, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
@@ -140,7 +130,7 @@ class ToyProbe(Probe):
         try:
             with framework.autocast(CastingState() if plan is None else casting_of(plan, True)):
                 loss = step(model)
-            self.backend.inspect_loss(loss, check_nan=False)
+            check_loss(self.backend, loss, False, "replay")
             gradients = framework.gradients(self.backend.scale(loss, scale), list(parameters.values()))
         finally:
             framework.generator.setstate(random_state)

@@ -39,11 +39,11 @@ def scale_loss(
     Args:
         loss: Floating tensor.
         optimizers: All optimizers whose gradients this backward makes: one, or a list. With an empty list the loss
-            is scaled and nothing is made true, for gradients of inputs.
+            is scaled and nothing is unscaled, for gradients of inputs.
         loss_id: Which loss scale, below `num_losses`.
         model: Accepted.
-        delay_unscale: Leave the gradients scaled when the block ends; the next block without it, or the step, makes
-            them true.
+        delay_unscale: Leave the gradients scaled when the block ends; the next block without it, or the step,
+            unscales them.
         delay_overflow_check: Move the loss scale, and decide about skipping, in the step.
 
     Raises:
@@ -103,7 +103,7 @@ def _inner(optimizer: Any) -> Any:
 def block(
     session: ampx.Amp, loss: torch.Tensor, optimizers: list[ApexOptimizer], loss_id: int, delays: bool
 ) -> Iterator[torch.Tensor]:
-    """Scale a loss; afterwards have the optimizers make their gradients true, unless delayed. Sync: one a device."""
+    """Scale a loss; afterwards have the optimizers unscale their gradients, unless delayed. Sync: one a device."""
     for optimizer in optimizers:
         optimizer.delays = delays
     element = _one_element(loss)

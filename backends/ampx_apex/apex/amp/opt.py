@@ -1,7 +1,7 @@
 """The optimizer that `initialize` hands back: the script's own object, with unscaled gradients after every block.
 
-apex made gradients true when a `scale_loss` block ended, and added them to those of earlier blocks. So does this:
-what hangs on the parameters between two blocks is true, whatever scales the blocks had, and can be clipped, read or
+apex unscaled gradients when a `scale_loss` block ended, and added them to those of earlier blocks. So does this:
+what hangs on the parameters between two blocks is unscaled, whatever scales the blocks had, and can be clipped, read or
 added to.
 """
 
@@ -93,7 +93,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     # -- one block ---------------------------------------------------------------------------------
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Put unscaled gradients aside, so that scaled ones are not added to them; the stage is "interrupted" then."""
+        """Put unscaled gradients aside, so that scaled ones are not added to them; the stage is "changing" then."""
         member = self.ampx_member
         self._amp_lazy_init()
         self.verdict = Verdict()
@@ -107,7 +107,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             send(events)
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Make the new gradients true, unless the block was asked not to."""
+        """Unscale the new gradients, unless the block was asked not to."""
         self._amp_stash.params_have_scaled_gradients = self.delays
         if not self.delays:
             self._unscale()
@@ -147,7 +147,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     # -- what core asks ----------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
-        """Make pending gradients true; after a block without `delay_unscale` they are. Sync: one a device."""
+        """Unscale pending gradients; after a block without `delay_unscale` they are. Sync: one a device."""
         if self.ampx_member.stage != "unscaled":
             self.ampx_member.check_step()
         self._unscale()
@@ -222,7 +222,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         member = self.ampx_member
         if not member.factors:
             return
-        ((loss_id, factor),) = member.factors.items()  # gradients of another loss are made true before its block
+        ((loss_id, factor),) = member.factors.items()  # gradients of another loss are unscaled before its block
         member.begin_change("unscaled")
         if self.masters is not None:
             self.masters.pull_gradients()
@@ -286,7 +286,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget all gradients, pending ones and those put aside included, and what an exception left half done."""
         member = self.ampx_member
-        if self.masters is not None and member.stage == "interrupted":
+        if self.masters is not None and member.stage in ("changing", "interrupted"):
             self.masters.push_weights()  # the masters may have been updated
             casting.forget_weights()
         if not (member.pending and member.stage in ("idle", "inside")):  # inside a block it ends as it began
@@ -360,7 +360,7 @@ def make(optimizer: Any, kind: type[ApexOptimizer], member: Member, options: Map
 # -- which gradients of a low-precision model its masters have already ------------------------------
 
 # As in apex the model's own gradients stay, scaled, after a block. The next block must not count them again, nor must a
-# step without a block take them for true ones, as it takes those of a backward outside any block.
+# step without a block take them for unscaled ones, as it takes those of a backward outside any block.
 _MARK = "_ampx_pulled"
 
 
@@ -372,7 +372,7 @@ def _mark_pulled(masters: MasterWeights) -> None:
 
 
 def _pull_foreign(masters: MasterWeights) -> None:
-    """Add to the masters' gradients what a backward outside any block left on the model: it is true."""
+    """Add to the masters' gradients what a backward outside any block left on the model: that is unscaled."""
     for own, master in masters.pairs:
         if own.grad is not None and not hasattr(own.grad, _MARK):
             foreign = own.grad.to(torch.float32, copy=True)

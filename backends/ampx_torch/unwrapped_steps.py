@@ -20,13 +20,12 @@ from ampx import callers
 from ampx.errors import PrecisionWarning, RawStepError
 from ampx.provenance import GradientSnapshot, Provenance
 
-from .slots import ParameterSlots
-from .trees import LOW
+from .provenance import SLOTS, wrapped_optimizers
+from .trees import LOW, gradient_of
 
 _WRAPPED: Final = "ampx_wrapped"  # on a raw optimizer
 # Bodies of `scale_loss` in which leaves are looked at, once they are known.
 _BODIES: Final = 100
-_SLOTS: Final = ParameterSlots()
 
 
 class _Watch:
@@ -38,19 +37,18 @@ class _Watch:
         self.with_leaves: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose leaves were followed
         self.bodies = 0
         self.before: list[GradientSnapshot] = []
-        self.provenance = Provenance(_SLOTS)
+        self.provenance = Provenance(SLOTS)
         self.lowered: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters without the float32 copies of their level
 
     def stop(self) -> None:
         if self.handle is not None:
             self.handle.remove()
-        self.handle, self.before, self.provenance = None, [], Provenance(_SLOTS)
+        self.handle, self.before, self.provenance = None, [], Provenance(SLOTS)
         followed.clear()
 
 
 # The leaves that `begin_body` looks at. Empty nearly always: every step asks, and would wait for a call.
 followed: Final[list[weakref.ref[torch.Tensor]]] = []
-living: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # the wrapped optimizers, some of which may share parameters
 _watch = _Watch()
 
 
@@ -93,7 +91,7 @@ def note_wrapped(optimizer: torch.optim.Optimizer, wrapped: bool = True) -> None
 
 def is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a raw optimizer has a wrapper, or is one."""
-    return _WRAPPED in vars(optimizer) or optimizer in living
+    return _WRAPPED in vars(optimizer) or optimizer in wrapped_optimizers()
 
 
 def other_hooks() -> bool:
@@ -115,17 +113,17 @@ def follow(leaves: Iterable[torch.Tensor]) -> None:
     leaves = [leaf for leaf in leaves if id(leaf) not in others]
     followed.extend(map(weakref.ref, leaves))
     _watch.bodies = _BODIES
-    _watch.before += _SLOTS.snapshot(leaves)
+    _watch.before += SLOTS.snapshot(leaves)
 
 
 def _owned() -> set[int]:
     """Return the ids of the leaves that wrapped optimizers train."""
-    return {id(leaf) for optimizer in list(living) for leaf in optimizer.leaves()}
+    return {id(leaf) for optimizer in wrapped_optimizers() for leaf in optimizer.leaves()}
 
 
 def begin_body() -> None:
     """Look at the gradients of the leaves that are followed, before a body."""
-    _watch.before = _SLOTS.snapshot(leaf for reference in followed if (leaf := reference()) is not None)
+    _watch.before = SLOTS.snapshot(leaf for reference in followed if (leaf := reference()) is not None)
 
 
 def end_body(scale: Any) -> None:
@@ -151,9 +149,9 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     owned = _owned()  # by an optimizer that this one is a part of
     parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
     # Tensors of inference mode, which no backward makes, do not count how often they are written.
-    counted = [p for p in parameters if p.grad is not None and not p.grad.is_inference()]
+    counted = [p for p in parameters if (gradient := gradient_of(p)) is not None and not gradient.is_inference()]
     name = type(optimizer).__name__
-    if any(_watch.provenance.scale_of(snapshot, 1.0) != 1.0 for snapshot in _SLOTS.snapshot(counted)):
+    if any(_watch.provenance.scale_of(snapshot, 1.0) != 1.0 for snapshot in SLOTS.snapshot(counted)):
         raise RawStepError(
             f"{name}, which wrap_optimizer was never given, was stepped on gradients of a scaled loss; they would be "
             f"applied times the loss scale. Call opt = ampx.wrap_optimizer(opt) on it, too, and name all optimizers "

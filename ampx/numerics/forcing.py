@@ -1,0 +1,61 @@
+"""What computes modules in dtypes of their own, in a region of `Probe.force`, where their calls can be intercepted."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ampx.errors import UnsupportedDtypeError
+from ampx.formats import FORMATS
+from ampx.modules import Names, last_match
+
+
+class Forcer(abc.ABC):
+    """Computes modules in dtypes of their own, or rounds as these would: an interceptor of their calls."""
+
+    def __init__(self, names: Names, dtypes: Mapping[str, str]) -> None:
+        """Check patterns and dtypes.
+
+        Raises:
+            UnsupportedDtypeError: There is no such dtype.
+            UnsupportedOpError: A pattern matches no module.
+        """
+        if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
+            raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
+        names.check(dtypes, "force")
+        self._names, self._dtypes = names, dict(dtypes)
+
+    @abc.abstractmethod
+    def rounds(self, dtype: str) -> bool:
+        """Return whether values are rounded to a dtype, which the device does not compute."""
+
+    @abc.abstractmethod
+    def rounded(self, tree: Any, dtype: str, gradients: bool) -> Any:
+        """Return a tree with its floating tensors rounded, and where `gradients` is true their gradients, too."""
+
+    @abc.abstractmethod
+    def computing(self, dtype: Any) -> AbstractContextManager[Any]:
+        """Return a region that computes in a dtype."""
+
+    @abc.abstractmethod
+    def cast(self, tree: Any, dtype: Any) -> Any:
+        """Return a tree with its floating tensors in a dtype."""
+
+    def dtype(self, module: Any) -> str | None:
+        """Return the dtype of a module; None where it has none of its own."""
+        name = self._names.of(module)
+        return None if name is None else last_match(name, self._dtypes)
+
+    def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Compute a module in its dtype."""
+        dtype = self.dtype(module)
+        if dtype is None:
+            return forward(*inputs, **options)
+        if self.rounds(dtype):
+            inputs, options = self.rounded((inputs, options), dtype, gradients=False)
+            return self.rounded(forward(*inputs, **options), dtype, gradients=True)
+        with self.computing(dtype):
+            inputs, options = self.cast((inputs, options), dtype)
+            return forward(*inputs, **options)
