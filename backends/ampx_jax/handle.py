@@ -162,8 +162,8 @@ class StateHandle(Handle):
                 event = dataclasses.replace(event, parameters=tuple(name for name, _, _ in self.ampx_nonfinite))
             group.send(event)
         if group.observer is not None and group.observer.is_due(steps, since if since < steps else None):
-            numbers = (result.scale, after.scale, after.consecutive_skips, self._numbers.skipped, result.grad_norm)
-            group.send(ampx.Progress(*labels, *numbers))
+            skips, skipped, norm = after.consecutive_skips, self._numbers.skipped, result.grad_norm
+            group.send(ampx.Progress(*labels, result.scale, after.scale, skips, skipped, norm))
         last = self.meter
         if last is not None and last.step > since:
             from ampx.numerics.meter import report  # who metered has it

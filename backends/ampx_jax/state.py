@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from .casting import is_array
 from .gradients import count_nonfinite
 
 # What turns gradients into updates, and carries a state.
-Transformation = optax.GradientTransformationExtraArgs
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 
 jax.tree_util.register_dataclass(
     ampx.StepResult, data_fields=[field.name for field in fields(ampx.StepResult)], meta_fields=[]

@@ -36,8 +36,6 @@ class PendingGradients(optimizer.PendingGradients):
 
     def narrow(self) -> None:
         """Undo `widen`, as far as it came; what hangs on the parameters then is rounded."""
-        if not self._widened:
-            return
         with mx.autograd.pause():
             while self._widened:
                 self._widened[-1].narrow_gradients()
@@ -47,4 +45,5 @@ class PendingGradients(optimizer.PendingGradients):
         """Forget gradients that were used or cleared."""
         self.unscaled = self.norm = None
         self.reduced = False
-        self.narrow()
+        if self._widened:
+            self.narrow()

@@ -410,16 +410,12 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if self._must_be_prepared:
             self._check_prepared()
         adding, member = self._adding(), self.ampx_member
-        if adding and self._casts_to_bfloat16():
+        session = casting.running_session() if adding else None
+        if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
             check_adds(self.trainer._params)
         if self._pending.reduced and self.trainer._kvstore:
             self._check_reduced(adding, member.stage != "idle" and self._is_another(loss_id))
         return adding
-
-    @staticmethod
-    def _casts_to_bfloat16() -> bool:
-        session = casting.running_session()
-        return session is not None and session.casting is not None and session.casting.dtype == "bfloat16"
 
     def _check_prepared(self) -> None:
         """Raise where the level asks for low-precision parameters and `prepare` never made any."""

@@ -127,7 +127,7 @@ class Finding:
 
 @paddle.no_grad()
 def spoil(owners: Sequence[paddle.Tensor], finding: Finding) -> None:
-    """Make gradients NaN where the test of them and of others found an overflow. Sync: none.
+    """Make gradients NaN where the test of them and of others found an overflow.
 
     Paddle's kernel leaves zeros of all that it was given then, which would pass the next test.
     """

@@ -60,6 +60,7 @@ def unnoticed() -> Iterator[None]:
         for reference in list(_watching.values()):
             if (writes := reference()) is not None:
                 writes.written.__dict__.clear()
+        _ran.__dict__.clear()
 
 
 class ParameterSlots(Slots):

@@ -102,6 +102,11 @@ class OptimizerProvenance(Provenance):
         if self._member.stage in ("idle", "unscaled") and self._scales:
             self.note(parameters, UNKNOWN)
 
+    def are_scaled(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether gradients are left that are known to carry a loss scale, though nothing is pending."""
+        scales = [self.scale_of(snapshot, 1.0) for snapshot in SLOTS.snapshot(parameters)] if self.notes else []
+        return any(scale is not UNKNOWN and (type(scale) is not float or scale != 1.0) for scale in scales)
+
     # -- bodies of other optimizers ----------------------------------------------------------------
 
     @property

@@ -11,29 +11,38 @@ from ampx.errors import RawStepError
 from ampx.protocol import Member, NotCopied
 
 from . import casting, fused, unwrapped_steps
+from .provenance import OptimizerProvenance
 
 
 class StepGuard:
-    """A step hook of the raw optimizer that raises while gradients of `scale_loss` are pending.
+    """A step hook of the raw optimizer that raises where gradients carry a loss scale, or wait for the wrapper's step.
 
     Attributes:
         open: The wrapper itself is stepping.
         begins: It asks to note, when all hooks have run, that the update begins.
     """
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
+    def __init__(self, member: Member, provenance: OptimizerProvenance) -> None:
+        self._member, self._provenance = member, provenance
         self.open = self.begins = False
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Raise unless the wrapper steps or nothing is pending."""
+        """Raise unless the wrapper steps, or the gradients are the user's."""
         if self.begins:
             self.begins = False
             self._member.begin_change()
-        if not self.open and self._member.pending:
+        if self.open:
+            return
+        if self._member.pending:
             raise RawStepError(
                 f"the raw {type(optimizer).__name__} was stepped while gradients of scale_loss are pending; they would "
                 f"be applied scaled or unchecked. Call step() on the object that ampx.wrap_optimizer returned."
+            )
+        if self._provenance.are_scaled([leaf for group in optimizer.param_groups for leaf in group["params"]]):
+            raise RawStepError(
+                f"the raw {type(optimizer).__name__} was stepped on gradients that an exception in scale_loss, or a "
+                f"scaled loss of other optimizers, left; they would be applied times the loss scale. Call zero_grad() "
+                f"before the backward whose gradients it shall apply."
             )
 
 
@@ -44,19 +53,26 @@ class RawStep(NotCopied):
         incomplete: Of a fused SGD some parameters may have no momentum yet.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, member: Member, device_type: str | None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        member: Member,
+        provenance: OptimizerProvenance,
+        device_type: str | None,
+    ) -> None:
         """Guard the optimizer.
 
         Args:
             optimizer: The raw one.
             member: Its place in the protocol.
+            provenance: Which of its gradients carry a loss scale.
             device_type: Where casting is switched off for it; None where nothing is cast.
         """
         refusal = vars(optimizer).pop("ampx_refusal", None)  # of prepare, until there is a wrapper
         if refusal is not None:
             refusal.remove()
         self._optimizer, self._member, self._device_type = optimizer, member, device_type
-        self._guard = StepGuard(member)
+        self._guard = StepGuard(member, provenance)
         self._handle = optimizer.register_step_pre_hook(self._guard)
         self._undo_fused: Callable[[], None] | None = None
         self.expect_momentum()

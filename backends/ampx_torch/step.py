@@ -83,7 +83,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.provenance = OptimizerProvenance(member)
         self.findings = Findings()
         self.mixer = LossMixer()
-        self._raw = RawStep(self.optimizer, member, self.device_type)
+        self._raw = RawStep(self.optimizer, member, self.provenance, self.device_type)
         self._meter = UpdateMeter(self._compute)
         self._groups = len(self.optimizer.param_groups)
         member.observers = (self._meter,)

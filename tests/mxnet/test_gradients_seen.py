@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ampx
+import processes
 from ampx.run import Run, RunSettings
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import cast_tensor, name_of
@@ -43,18 +44,36 @@ class Recomputed(autograd.Function):
         x = self.saved_tensors[0].copy()
         x.attach_grad()
         with autograd.record():
-            output = Clamp()(self._block(x))
+            output = self.clamped(x)
+        return self.differentiate(output, x, gradient)
+
+    def clamped(self, x):
+        return Clamp()(self._block(x))
+
+    def differentiate(self, output, x, gradient):
         output.backward(gradient)
         return x.grad
 
 
 class Differentiated(Recomputed):
-    def backward(self, gradient):
-        x = self.saved_tensors[0].copy()
-        x.attach_grad()
-        with autograd.record():
-            output = Clamp()(self._block(x))
+    def differentiate(self, output, x, gradient):
         return autograd.grad(output, [x], [gradient])[0]
+
+
+class Slowly:
+    """Adds zeros for which MXNet works so long that its thread is done before the inner function's backward is due."""
+
+    def clamped(self, x):
+        output, wide = super().clamped(x), mx.nd.ones((400, 400))
+        return output + (mx.nd.dot(wide, mx.nd.dot(wide, wide * output.mean())) * 0).mean()
+
+
+class RecomputedSlowly(Slowly, Recomputed):
+    pass
+
+
+class DifferentiatedSlowly(Slowly, Differentiated):
+    pass
 
 
 def operator(name, backward, need_top_grad=True):
@@ -146,16 +165,28 @@ class FunctionClamps(Script):
 
 
 class FunctionRecomputes(Script):
+    function = Recomputed
+
     def forward(self, x):
-        return Recomputed(self.second)(self.first(x))
+        return self.function(self.second)(self.first(x))
 
     def between(self):
         mx.nd.waitall()  # the trainer does not know of parameters that it reaches
 
 
 class FunctionDifferentiates(Script):
+    function = Differentiated
+
     def forward(self, x):
-        return self.second(Differentiated(gluon.nn.Activation("tanh"))(self.first(x)))
+        return self.second(self.function(gluon.nn.Activation("tanh"))(self.first(x)))
+
+
+class FunctionRecomputesSlowly(FunctionRecomputes):
+    function = RecomputedSlowly
+
+
+class FunctionDifferentiatesSlowly(FunctionDifferentiates):
+    function = DifferentiatedSlowly
 
 
 class OperatorClamps(Script):
@@ -323,6 +354,11 @@ def test_what_a_script_sees_and_makes_of_gradients_is_plain_mxnets(run, script):
     assert plain[0] != Script().run()[0] or plain[1], "the way does nothing"
 
 
+def test_an_inner_backward_and_the_one_around_it_do_not_wait_for_each_other():
+    """In a process that ends if they do: spaces for temporary results belong to a thread, which may run both."""
+    processes.run_python(__file__, timeout=120, check=True)
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -473,3 +509,11 @@ def test_a_backward_of_a_librarys_own_gets_what_mxnet_hands_it(run, monkeypatch)
     seen, weight = gradients_of(run, "float32")
     assert seen == [("float32", [[2.0**7]])]
     assert weight == [[2.0**-18] * 2]
+
+
+if __name__ == "__main__":
+    for slow in (FunctionRecomputesSlowly, FunctionDifferentiatesSlowly):
+        expected = slow().run()
+        with automate(automatic := Run("mxnet", RunSettings(level="O0", device="cpu"))):
+            automatic.session(loss_scale=1024.0)
+            assert slow().run() == expected

@@ -199,6 +199,7 @@ def test_an_overflow_is_told_with_where_it_came_from():
     assert "its inputs were not finite either" in str(carried)
 
 
+@pytest.mark.usefixtures("toys")
 def test_an_overflow_is_traced_while_the_region_lasts():
     ampx.init("toy", dtype="float16")
     model, run, names = ImplicitToyHarness().chain([1.0, 2.0**10, 1.0], [2.0**10])

@@ -9,6 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 
+import ampx
 from ampx.backend import CastPlan, offer
 from ampx.errors import UnsupportedByBackendError, UnsupportedOpError
 from ampx.numerics.probe import Probe, Watching
@@ -235,3 +236,14 @@ def test_prepare_refuses_a_pattern_that_matches_no_layer(backend, net):
     plan = backend.check_plan(CastPlan("cpu", "float16", deny=("module:middle",)))
     with pytest.raises(UnsupportedOpError, match="'middle'"):
         backend.prepare(net, None, plan)
+
+
+def test_a_backward_after_a_replay_is_not_taken_for_that_of_its_scaled_loss(backend, net, batch, amp):
+    """It runs outside of any body, so that its gradients are unscaled, and the next body brings them to its scale."""
+    opt = ampx.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
+    offer(backend, Probe).replay(net, lambda model: model(batch).mean(), None, 4.0)
+    net(batch).mean().backward()
+    with ampx.scale_loss(net(batch).mean(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert opt.last_step.applied

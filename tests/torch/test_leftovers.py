@@ -151,6 +151,29 @@ def test_what_anothers_loss_adds_to_true_gradients_is_refused(both, backward):
     assert second.tolist() == [-2.0] * 2
 
 
+@pytest.mark.parametrize("by", ["an exception", "another's loss"])
+def test_what_is_left_scaled_is_refused_to_the_raw_optimizer(by, both, backward):
+    first, second, opt, other = both
+
+    def fails():
+        with ampx.scale_loss(second.sum(), other) as scaled:
+            scaled.backward()
+            raise KeyError("mine")
+
+    if by == "an exception":
+        with pytest.raises(KeyError):
+            fails()
+    else:
+        backward((first + second).sum(), opt)
+    with pytest.raises(ampx.RawStepError, match="left"):
+        other.optimizer.step()
+    assert second.tolist() == [0.0] * 2
+    other.optimizer.zero_grad()
+    second.sum().backward()
+    other.optimizer.step()
+    assert second.tolist() == [-1.0] * 2
+
+
 def test_gradients_that_only_another_loss_made_join_a_pending_step(amp, backward):
     shared, own, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     opt = ampx.wrap_optimizer(torch.optim.SGD([own, shared], 1.0), loss_scale=4.0)

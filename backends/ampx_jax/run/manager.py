@@ -127,7 +127,7 @@ class JaxManager(Manager[Managed]):
             self.member = group.add_member()
             config = group.config if self.scales else None  # else the scale is 1 and stays so
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
-                self.outcomes = Outcomes(self.run, config, self.stepped, self.lost, self._scale_now)
+                self.outcomes = Outcomes(self.run, config, self.count_step, self.lost, self._scale_now)
             self.run.lines = _lines(self.run.init_call(), self.scales)
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if masters.is_low(leaf)})
         if low:
@@ -241,7 +241,7 @@ class JaxManager(Manager[Managed]):
             self.run.recorder.metered(hash(tuple(named)), kind, seen)
             report(self.member.group, step, seen.lost, seen.flushed, seen.headroom)
 
-    def stepped(self, finite: Any) -> None:
+    def count_step(self, finite: Any) -> None:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
         if not self.automates or self.member is None or self.outcomes is None:
             return  # a step that was compiled inside runs on outside
