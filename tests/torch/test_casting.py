@@ -18,17 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::ampx.errors.PrecisionWarning")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _casts_are_kept():
-    """Regions that other files interrupt may leave torch's cache of casts off."""
-    gc.collect()
-    torch.set_autocast_cache_enabled(True)
-
-
 @pytest.fixture(autouse=True)
 def restored():
     """No test may leave anything behind, and every session must put back what it found."""
     torch.set_num_threads(1)
+    gc.collect()
+    torch.set_autocast_cache_enabled(True)  # regions that tests of other files interrupt may leave it off
     before = flags()
     yield
     ampx.shutdown()
