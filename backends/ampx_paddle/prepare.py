@@ -41,7 +41,8 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     for layer in models:
         if not isinstance(layer, _nn.Layer):
             raise InvalidOptionError(
-                f"prepare got {type(layer).__name__} as the model; accepted: paddle.nn.Layer or a list of them. Pass that."
+                f"prepare got {type(layer).__name__} as the model; accepted: paddle.nn.Layer or a list of them. "
+                f"Pass that."
             )
         Names(layer, named).check(module_dtypes(plan), "prepare")
     if plan.level != "O1":
