@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import paddle
 
 from ampx.backend import CastPlan
-from ampx.errors import UnsupportedDeviceError
+from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedDeviceError
 from ampx.modules import Names, float32_modules, module_dtypes
 
 from .calls import named
@@ -32,9 +32,17 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
 
     At O2 norms stay in float32, and the optimizer gets float32 masters. At O3 only those stay whose kernels take
     nothing else: batch and instance normalization.
+
+    Raises:
+        InvalidOptionError: Something is no layer.
+        ProtocolError: Scaled gradients are pending, which belong to the parameters as they are.
     """
     models = list(model) if isinstance(model, (list, tuple)) else [model]
     for layer in models:
+        if not isinstance(layer, _nn.Layer):
+            raise InvalidOptionError(
+                f"prepare got {type(layer).__name__} as the model; accepted: paddle.nn.Layer or a list of them. Pass that."
+            )
         Names(layer, named).check(module_dtypes(plan), "prepare")
     if plan.level != "O1":
         present = paddle.device.get_device()
@@ -50,6 +58,9 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
 
 def _lower(models: list[Any], optimizer: Any | None, plan: CastPlan) -> None:
     optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    wrapped = [entry for entry in optimizers if isinstance(entry, AmpOptimizer)]
+    if any(entry.ampx_member.pending for entry in wrapped):
+        raise ProtocolError("prepare was called while scaled gradients are pending. Call opt.step() first.")
     raws = [entry.optimizer if isinstance(entry, AmpOptimizer) else entry for entry in optimizers]
     if all(isinstance(layer, PreparedLayer) for layer in models):  # else Paddle would round the masters, too
         return

@@ -171,17 +171,10 @@ class TestScaleOnTheDevice(SkipTests, AccumulationTests, GroupTests, PerLossTest
         return super().group(amp, device_scale=True)
 
 
-@pytest.fixture(autouse=True)
-def _casts_are_kept():
-    """What was interrupted may leave torch's cache of casts off."""
-    yield
-    torch.set_autocast_cache_enabled(True)
-
-
 class TestInterruptedSteps(InterruptedStepSuite):
     harness = TorchHarness
     session: ClassVar[Any] = {"process_wide": False}
-    stride, thorough = 16, 1
+    stride, thorough, asks_raw_steps = 16, 1, False
     packages = ("ampx", "ampx_apex", "ampx_torch")
     cases: ClassVar[Any] = {
         **InterruptedStepSuite.cases,

@@ -256,6 +256,7 @@ class InterruptedSuite(KitTests):
         few: So many places at least are interrupted in each step.
         packages: What is interrupted; by itself the core and the plugin.
         refusals: What a step may raise afterwards.
+        asks_raw_steps: The raw optimizer is stepped afterwards, too.
         takes_old_gradients: The raw optimizer steps with gradients that were stepped with, or cleared to zeros.
         copies: What a later backward adds to may be these multiples of what an interrupted step left.
         timed_out: The cases that are tried with `TimeoutError`, too.
@@ -282,6 +283,7 @@ class InterruptedSuite(KitTests):
     few: ClassVar[int] = 5
     packages: ClassVar[tuple[str, ...]] = ()
     refusals: ClassVar[tuple[type[Exception], ...]] = (ampx.AmpxError,)
+    asks_raw_steps: ClassVar[bool] = True
     takes_old_gradients: ClassVar[bool] = True
     copies: ClassVar[tuple[int, ...]] = (1,)
     timed_out: ClassVar[tuple[str, ...] | None] = None
@@ -344,6 +346,8 @@ class InterruptedStepSuite(InterruptedSuite):
                 assert training.stands_at(number, *choices), place
 
     def test_the_raw_optimizer_steps_rightly_or_is_refused(self, name: str) -> None:
+        if not self.asks_raw_steps:
+            pytest.skip(f"what guards raw steps of {self.backend.name!r} may itself be interrupted")
         if not self.subject.guards_raw_steps:
             pytest.skip(f"the harness of {self.backend.name!r} does not say that raw steps are guarded")
         if issubclass(self.training, ClosureTraining):

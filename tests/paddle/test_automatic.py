@@ -294,7 +294,7 @@ def test_gradients_of_a_skipped_step_that_are_not_cleared_end_the_run(scaling):
     net(first).square().mean().backward()
     optimizer.step()
     loss = net(second).square().mean()
-    with pytest.raises(ampx.RunRefusedError, match="of a skipped step"):
+    with pytest.raises(ampx.RunRefusedError, match="a skipped step left"):
         loss.backward()
 
 
@@ -522,7 +522,7 @@ def test_gradients_of_a_skipped_step_that_are_stepped_with_uncleared_are_refused
     pair[1].step()
     before = weights(second)
     second(first(inputs)).mean().backward()
-    with pytest.raises(ampx.RunRefusedError, match="clear_grad"):
+    with pytest.raises(ampx.RunRefusedError, match=r"a skipped step left.*Call opt\.zero_grad"):
         pair[1].step()
     assert weights(second) == before
 

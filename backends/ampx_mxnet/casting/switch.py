@@ -51,7 +51,11 @@ class Region:
         self.plan = plan  # by which the thread casts inside; None: not at all
 
     def __enter__(self) -> None:
-        _thread.regions = (weakref.ref(self), *_thread.regions)
+        others = self._others() if _thread.regions else ()
+        _thread.regions = (weakref.ref(self), *others)
 
     def __exit__(self, *error: object) -> None:
-        _thread.regions = tuple([entry for entry in _thread.regions if entry() not in (self, None)])
+        _thread.regions = self._others()
+
+    def _others(self) -> tuple[weakref.ref[Region], ...]:
+        return tuple([entry for entry in _thread.regions if entry() not in (self, None)])

@@ -160,6 +160,8 @@ class _Switched(Off):
 class On:
     """Casting on inside, with the weight cache. Not to be entered twice at a time."""
 
+    _handle: Any = None
+
     def __init__(self, plan: CastPlan) -> None:
         self._plan = plan
 
@@ -167,10 +169,10 @@ class On:
         rules.install(self._plan)
         compiled.keep_backward_uncast()
         self._region = torch.autocast(self._plan.device, DTYPES[self._plan.dtype], cache_enabled=True)
+        self._switched, self._before, self._nesting = _thread.switched, _flags(self._plan.device), _nesting()
+        self.__class__ = _Entered  # which undoes what follows, wherever it is interrupted
         # Reached by optimizers that are not wrapped, too.
         self._handle = register_optimizer_step_post_hook(_forget_after_step)
-        self._switched, self._before, self._nesting = _thread.switched, _flags(self._plan.device), _nesting()
-        self.__class__ = _Entered
         self._region.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -183,7 +185,8 @@ class On:
 
     def _end(self) -> None:
         self.__class__ = On
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
         compiled.release()
         rules.uninstall(self._plan)
 
