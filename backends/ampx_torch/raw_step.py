@@ -106,32 +106,36 @@ class RawStep(NotCopied):
         """
         raw: Any = self._optimizer
         guard, member = self._guard, self._member
-        guard.open = True
         try:
-            others = len(raw._optimizer_step_pre_hooks) != 1 or unwrapped_steps.other_hooks()
-            # torch wraps every class's step to run hooks, unless the class says that it does so itself
-            if others and not args and hasattr(type(raw).step, "__wrapped__"):
-                if member.stage == "changing":
-                    member.note_unscaled()
-                raw._optimizer_step_pre_hooks.move_to_end(self._handle.id)
-                guard.begins = True
-            elif member.stage != "changing":
-                member.begin_change()
-            if self.incomplete:
-                self.incomplete = not fused.complete_momentum(raw)
-            if divisor is not None or overflow is not None:
-                raw.grad_scale, raw.found_inf = divisor, overflow
-            if self._device_type is not None and casting.is_on(self._device_type):
-                # Native defect: an optimizer that multiplies matrices would have its own operations cast.
-                with casting.Off(self._device_type):  # which forgets what it cast of weights, too
-                    return raw.step(*args)
-            result = raw.step(*args)
-            casting.forget_weights()
-            return result
-        finally:
-            guard.open = guard.begins = False
-            if divisor is not None or overflow is not None:
-                self._drop_options()
+            try:
+                guard.open = True
+                others = len(raw._optimizer_step_pre_hooks) != 1 or unwrapped_steps.other_hooks()
+                # torch wraps every class's step to run hooks, unless the class says that it does so itself
+                if others and not args and hasattr(type(raw).step, "__wrapped__"):
+                    if member.stage == "changing":
+                        member.note_unscaled()
+                    raw._optimizer_step_pre_hooks.move_to_end(self._handle.id)
+                    guard.begins = True
+                elif member.stage != "changing":
+                    member.begin_change()
+                if self.incomplete:
+                    self.incomplete = not fused.complete_momentum(raw)
+                if divisor is not None or overflow is not None:
+                    raw.grad_scale, raw.found_inf = divisor, overflow
+                if self._device_type is not None and casting.is_on(self._device_type):
+                    # Native defect: an optimizer that multiplies matrices would have its own operations cast.
+                    with casting.Off(self._device_type):  # which forgets what it cast of weights, too
+                        return raw.step(*args)
+                result = raw.step(*args)
+                casting.forget_weights()
+                return result
+            finally:
+                guard.open = guard.begins = False
+                if divisor is not None or overflow is not None:
+                    self._drop_options()
+        finally:  # once more: an interruption may have come at the first line of the other
+            if guard.open:
+                self.reset()
 
     def reset(self) -> None:
         """Put right what an exception may have left."""
