@@ -248,7 +248,7 @@ class TestInterruptedSteps(InterruptedStepSuite):
     harness, training = MXNetHarness, MXNetTraining
     session: ClassVar[Any] = {"level": "O0", "dtype": "float32"}
     refusals = (ampx.AmpxError, UserWarning)  # MXNet's own, of gradients that it calls stale
-    takes_old_gradients = False
+    takes_old_gradients, clears_one_by_one = False, True
     cases: ClassVar[Any] = {**InterruptedStepSuite.cases, "in place": {"in_place": True}}
 
 
