@@ -1009,7 +1009,7 @@ class Sessions:
         return living
 
     def note_group(self, group: ScaleGroup) -> None:
-        """Note a loss scale, which lives as long as whoever made it holds it."""
+        """Note a loss scale by a weak reference."""
         self._groups.add(group)
 
     def living_groups(self) -> list[ScaleGroup]:

@@ -1,4 +1,4 @@
-"""`Progress`: how far training is, sent every so many steps of each loss scale for as long as somebody logs."""
+"""`Progress`: how far training is, sent every so many steps of each loss scale while there are logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProgressObserver(MoveObserver):
     """Makes `Progress` for all logs of the process."""
 
     def __init__(self) -> None:
-        """Start with nobody who logs."""
+        """Start without logs."""
         self.intervals: list[int] = []
 
     def moved(
@@ -32,7 +32,7 @@ _observer: Final = ProgressObserver()
 
 
 def report_every(every: int) -> Callable[[], None]:
-    """Have `Progress` of every so many steps of each loss scale sent; the result of this ends that."""
+    """Send `Progress` of every so many steps of each loss scale, until the function that this returns is called."""
     _observer.intervals.append(every)
     _attach()
 

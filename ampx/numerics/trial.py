@@ -265,7 +265,7 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
         command = [sys.executable, "-m", _CHILD, str(request)]
         with noise.open("wb") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output} if quiet else {}
-            # A script that asks a question fails here: nobody would see the question, and each run would ask it again.
+            # A script that asks a question fails here: the question would not be seen, and each run asks it.
             done = subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL, **streams)
         text = noise.read_text(encoding="utf-8", errors="replace").strip()
         if done.returncode or not answer.exists():

@@ -91,7 +91,7 @@ class ImportWatch(FirstFinder):
                 self._ready(framework)
 
     def _is_half_imported(self, module: str) -> bool:
-        """Return whether the import of a module began before this watch and goes on; its end is noticed, too."""
+        """Return whether a module's import still runs; where it does, look again when it ends."""
         spec: Any = getattr(sys.modules[module], "__spec__", None)
         if not getattr(spec, "_initializing", False):
             return False
@@ -110,11 +110,11 @@ class ImportWatch(FirstFinder):
 
 
 class _NoticedSpec(importlib.machinery.ModuleSpec):
-    """The spec of a module that is half imported: Python notes there that it is complete."""
+    """The spec of a half-imported module, which calls back when Python notes in it that the import has ended."""
 
     @classmethod
     def notice(cls, spec: Any, ended: Callable[[], None]) -> None:
-        """Make a spec such a one until its module is complete, which `ended` is then told."""
+        """Have a spec call `ended` once, at the end of its module's import."""
         spec.__class__ = cls
         spec.ended = ended
 

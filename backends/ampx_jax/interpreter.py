@@ -552,8 +552,10 @@ def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
 
         def both(*values: Any) -> list[Any]:
             def call(*inner: Any) -> list[Any]:
-                operands = {**dict(enumerate(values)), **dict(zip(varied, inner, strict=True))}
-                return bind(equation, [operands[place] for place in range(len(args))], equation.params)
+                operands = list(values)
+                for place, value in zip(varied, inner, strict=True):
+                    operands[place] = value
+                return bind(equation, operands, equation.params)
 
             results, pullback = jax.vjp(call, *(values[place] for place in varied))
             leaves, tree = jax.tree.flatten(pullback)
@@ -568,12 +570,9 @@ def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         upstream = [_instantiated(value) for value in upstream]
         upstream = _times(upstream, [1.0 / scale for scale in scales])
         own = jax.make_jaxpr(lambda ls, up: jax.tree.unflatten(structure[1], ls)(up))(leaves, upstream)
-        gradients: list[Any] = [None] * len(values)
-        for place, gradient in zip(
-            structure[2], _times(evaluate(mode, own, [*leaves, *upstream]), scales), strict=True
-        ):
-            gradients[place] = gradient
-        return (None, *gradients)
+        computed = _times(evaluate(mode, own, [*leaves, *upstream]), scales)
+        gradients = dict(zip(structure[2], computed, strict=True))
+        return (None, *map(gradients.get, range(len(values))))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function(scales, *values)

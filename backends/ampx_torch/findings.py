@@ -1,4 +1,4 @@
-"""What was found of the gradients that wait for a step: are they finite, what is their norm, what was done to them."""
+"""Finiteness and norm of the gradients that wait for a step, and whether they were clipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ampx.protocol import NotCopied
 
 
 class Findings(NotCopied):
-    """What was found of one optimizer's gradients since its last step.
+    """Results of checks of one optimizer's gradients since its last step.
 
     Attributes:
         checked: Finiteness by loss id of gradients that are unscaled already: bools, or flags on a device that nobody

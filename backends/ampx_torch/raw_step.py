@@ -133,7 +133,7 @@ class RawStep(NotCopied):
                 guard.open = guard.begins = False
                 if divisor is not None or overflow is not None:
                     self._drop_options()
-        finally:  # once more: an interruption may have come at the first line of the other
+        finally:  # an interruption at the first line of the inner one keeps it from closing the guard
             if guard.open:
                 self.reset()
 

@@ -256,7 +256,7 @@ class PerLossTests(KitTests):
     @requires("per_loss_scales")
     @on_parameters
     def test_clipping_sees_the_sum_of_all_losses(self) -> None:
-        """The norm is that of the true gradients together."""
+        """The norm is that of all unscaled gradients together."""
         if not self.declares("clip_grad_norm"):
             pytest.skip(f"backend {self.backend.name!r} does not clip")
         amp = self.start()

@@ -65,7 +65,7 @@ class _Call:
 
 
 class _Thread(threading.local):
-    """What goes on in one thread."""
+    """State of one thread."""
 
     # The transformation that the script called; the reference is dead where an exception came between the end of the
     # call and its being noted.

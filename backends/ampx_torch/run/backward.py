@@ -105,7 +105,7 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _report_loss(recorder: Recorder, tensors: Any, weights: Any) -> None:
-    """Report the loss of a backward as it is not scaled, whoever scales it."""
+    """Report the unscaled loss of a backward, whether the script or ampx scales it."""
     losses = _losses(tensors, weights)
     if losses:
         values = [getattr(loss, _TRUE, loss).detach().clone() for loss in losses]  # the script may write to its own
