@@ -496,6 +496,18 @@ class Member:
             )
         self._check_interrupted("scale_loss")
 
+    def check_prepare(self) -> None:
+        """Raise where gradients are pending, for what replaces the parameters.
+
+        Raises:
+            ProtocolError: There are some.
+        """
+        if self.pending:
+            raise ProtocolError(
+                "prepare was called while gradients of scale_loss are pending, which belong to the parameters as they "
+                "were; accepted: between steps. Step first, or call the optimizer's zero_grad to forget them."
+            )
+
     def check_step(
         self,
         written: str = (

@@ -85,8 +85,9 @@ def _check_again(prepared: list[Any], models: list[Any], raws: list[Any], plan: 
 
 
 def _check_trainers(trainers: list[Any], raws: list[Any]) -> None:
-    if any(isinstance(trainer, AmpTrainer) and trainer.ampx_member.stage != "idle" for trainer in trainers):
-        raise ProtocolError("prepare was called while scaled gradients are pending. Call trainer.step() first.")
+    for trainer in trainers:
+        if isinstance(trainer, AmpTrainer):
+            trainer.ampx_member.check_prepare()
     for raw in raws:
         if not isinstance(raw, mx.gluon.Trainer):
             raise InvalidOptionError(

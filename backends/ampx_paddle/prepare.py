@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import paddle
 
 from ampx.backend import CastPlan
-from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedDeviceError
+from ampx.errors import InvalidOptionError, UnsupportedDeviceError
 from ampx.modules import Names, float32_modules, module_dtypes
 
 from .calls import named
@@ -59,9 +59,9 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
 
 def _lower(models: list[Any], optimizer: Any | None, plan: CastPlan) -> None:
     optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    wrapped = [entry for entry in optimizers if isinstance(entry, AmpOptimizer)]
-    if any(entry.ampx_member.pending for entry in wrapped):
-        raise ProtocolError("prepare was called while scaled gradients are pending. Call opt.step() first.")
+    for entry in optimizers:
+        if isinstance(entry, AmpOptimizer):
+            entry.ampx_member.check_prepare()
     raws = [entry.optimizer if isinstance(entry, AmpOptimizer) else entry for entry in optimizers]
     if all(isinstance(layer, PreparedLayer) for layer in models):  # else Paddle would round the masters, too
         return

@@ -118,9 +118,9 @@ def _refuse_unwrapped(raw: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _check(models: list[nn.Module], optimizers: list[Any], raws: list[Any], plan: CastPlan) -> None:
-    members = [getattr(optimizer, "ampx_member", None) for optimizer in optimizers]
-    if any(member is not None and member.stage != "idle" for member in members):
-        raise ProtocolError("prepare was called while scaled gradients are pending. Call opt.step() first.")
+    for optimizer in optimizers:
+        if (member := getattr(optimizer, "ampx_member", None)) is not None:
+            member.check_prepare()
     wrapped = [type(model).__name__ for model in models if isinstance(model, nn.parallel.DistributedDataParallel)]
     sharded = any(type(parameter).__name__ == "DTensor" for model in models for parameter in model.parameters())
     if wrapped or sharded:
