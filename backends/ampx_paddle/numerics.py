@@ -264,7 +264,7 @@ def _in_backward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def computes(dtype: str) -> bool:
     """Return whether the present device computes in a low dtype."""
-    return dtype not in SIMULATED and not paddle.get_device().startswith("cpu")
+    return dtype not in SIMULATED and find_digits(dtype) is None and not paddle.get_device().startswith("cpu")
 
 
 class _Force(Forcer):

@@ -160,7 +160,6 @@ def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:
         dtype: Of `SIMULATED`.
         gradients: Round their gradients, too.
     """
-
     bits = find_digits(dtype)
 
     def nearest(value: Any) -> Any:
