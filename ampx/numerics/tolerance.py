@@ -62,24 +62,26 @@ class Tolerance:
 
     def exceeded(self, distance: Distance) -> str:
         """Return in words by what a run is too far off; empty where it agrees."""
-        for what, error, tolerance in (
-            ("loss", distance.loss, self.loss),
-            ("gradients", distance.gradients, self.gradients),
-        ):
+        numbers = [
+            ("the loss is", distance.loss, self.loss),
+            ("the gradients are", distance.gradients, self.gradients),
+            *((_named(entry), entry.error, self.of(entry)) for entry in self._worst(distance.values)),
+        ]
+        for what, error, tolerance in numbers:
+            if math.isinf(error):
+                return f"{what} not finite"
             if error > tolerance:
-                return _off(what, error, tolerance)
-        worst = max(distance.values, key=lambda entry: entry.error / self.of(entry), default=None)
-        if worst is None or worst.error <= self.of(worst):
-            return ""
-        what = "output" if worst.direction == "forward" else "gradient of the output"
-        return _off(f"{what} of {repr(worst.module) if worst.module else 'the model'}", worst.error, self.of(worst))
+                return f"{what} off by {percent(error)}, tolerance {percent(tolerance)}"
+        return ""
+
+    def _worst(self, errors: Iterable[ModuleError]) -> list[ModuleError]:
+        """Return the value that is too far off by the largest factor; nothing of no values."""
+        return sorted(errors, key=lambda entry: entry.error / self.of(entry))[-1:]
 
 
-def _off(what: str, error: float, tolerance: float) -> str:
-    verb = "are" if what == "gradients" else "is"
-    if math.isinf(error):
-        return f"{what} {verb} not finite"
-    return f"{what} {verb} off by {percent(error)}, tolerance {percent(tolerance)}"
+def _named(error: ModuleError) -> str:
+    what = "the output" if error.direction == "forward" else "the gradient of the output"
+    return f"{what} of {repr(error.module) if error.module else 'the model'} is"
 
 
 def percent(number: float) -> str:

@@ -166,7 +166,7 @@ def test_a_module_that_raises_in_low_precision_stays_in_float32(tuned):
 def test_positions_that_bfloat16_rounds_are_found_though_losses_agree(tuned):
     policy, _ = tuned(ROTARY.replace("POSITIONS", "x.dtype"), "bfloat16")
     assert entries(policy) == ["module:attention.rotary"]
-    assert "without it output of 'attention.rotary' is off by" in policy.deny[0].reason
+    assert "without it the output of 'attention.rotary' is off by" in policy.deny[0].reason
 
 
 def test_the_same_model_with_positions_in_float32_needs_nothing(tuned):
