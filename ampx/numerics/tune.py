@@ -657,12 +657,14 @@ class _BatchSearch(Search[_Replay]):
         """Return what rounding explains: measured where modules have names and the dtype itself is computed."""
         if self.casting is FLOAT32 or not self.reference.finite:
             return uniform(RESOLUTION)
-        if not self.modules or self.casting.simulated:
-            # Where no module has a name, each parameter stands for one: an output, and the gradient of it.
-            roundings = len(self.reference.readings) or 2 * len(self.reference.replayed.parameters)
-            return by_count(self.dtype, roundings)
-        rounding = Casting(FLOAT32.dtype, None, {"*": digits_of(self.dtype)})
-        return by_rounding(self.dtype, [self.distance(self.run(rounding, self.watching), 1.0)])
+        rounded = None
+        if self.modules and not self.casting.simulated:
+            rounded = self.tried(Casting(FLOAT32.dtype, None, {"*": digits_of(self.dtype)}), self.watching)
+        if rounded is not None and not rounded.raised:
+            return by_rounding(self.dtype, [self.distance(rounded.seen, 1.0)])
+        # Where no module has a name, each parameter stands for one: an output, and the gradient of it.
+        roundings = len(self.reference.readings) or 2 * len(self.reference.replayed.parameters)
+        return by_count(self.dtype, roundings)
 
     def run(self, casting: Casting, watching: Watching | None = None) -> Seen:
         """Compute the batch, and count that."""
@@ -692,9 +694,12 @@ class _BatchSearch(Search[_Replay]):
 
     def compute(self, kept: Kept) -> _Replay:
         only = (glob.escape(self.output),) if self.for_inference and kept != NOTHING and self.output is not None else ()
-        casting = self.casting_of(kept)
+        return self.tried(self.casting_of(kept), replace(self.watching, modules=only))
+
+    def tried(self, casting: Casting, watching: Watching) -> _Replay:
+        """Compute the batch; what the model raises is part of the answer."""
         try:
-            return _Replay(self.run(casting, replace(self.watching, modules=only)))
+            return _Replay(self.run(casting, watching))
         except Exception as error:
             return _Replay(Seen(Replayed(math.nan, {}, {}), self.batch.read_before_error), in_one_line(error))
 

@@ -132,9 +132,10 @@ class _ScriptSearch(Search[Outcome]):
     def run(self, trial: Trial) -> Outcome:
         """Run the script, and count that."""
         self.runs += 1
-        what = self.dtype if trial.forced else trial.settings.dtype
+        rounds = digits_of(self.dtype) in trial.forced.values()
+        what = self.dtype if trial.forced and not rounds else trial.settings.dtype
         kept = len(trial.settings.deny) or len(trial.forced) - 1
-        what += f" with {kept} in float32" if kept > 0 else ""
+        what += f" rounded as {self.dtype}" if rounds else f" with {kept} in float32" if kept > 0 else ""
         watched = ", watched" if trial.watched else ""
         self.progress(f"{trial.program.name}: run {self.runs}{self._left()}, {what}{watched} …")
         began = time.monotonic()
@@ -239,7 +240,8 @@ class _ScriptSearch(Search[Outcome]):
         """
         if self.unnamed or self.simulated:
             return []
-        return [self.distance(self.run(replace(self.wide, forced={"*": digits_of(self.dtype)})))]
+        rounded = self.run(replace(self.wide, forced={"*": digits_of(self.dtype)}, may_raise=True))
+        return [] if rounded.raised else [self.distance(rounded)]
 
     def _explained(self) -> Tolerance:
         if self.noises:
@@ -355,7 +357,7 @@ class _ScriptSearch(Search[Outcome]):
         denied += [Choice(name, self.reason(name, outside)) for name in sorted(kept.operations)]
         reasons = {
             "dtype": f"{self._within()} of float32's{', simulated' if self.simulated else ''}",
-            "loss_scale": f"gradients of the first step fit with {self.scale:g}"
+            "loss_scale": f"gradients of these steps fit with {self.scale:g}"
             if scaled(self.dtype)
             else f"{self.dtype} has the exponents of float32",
         }
