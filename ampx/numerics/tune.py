@@ -707,7 +707,7 @@ class _BatchSearch(Search[_Replay]):
         return (1,) if math.isfinite(run.seen.replayed.loss) and run.seen.overflows else ()
 
     def failure(self, run: _Replay) -> str:
-        return f"it raises {run.raised}" if run.raised else self.tolerance.exceeded(self.distance(run.seen, self.scale))
+        return f"the step raises {run.raised}" if run.raised else self.tolerance.exceeded(self.distance(run.seen, self.scale))
 
     def distance(self, low: Seen, scale: float) -> Distance:
         """Return how far a run is from float32's: loss, gradients and modules, or for inference loss and output."""

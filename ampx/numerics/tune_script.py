@@ -311,7 +311,7 @@ class _ScriptSearch(Search[Outcome]):
 
     def failure(self, run: Outcome) -> str:
         if run.raised is not None:
-            return f"it raises {run.raised[0]}"
+            return f"the script raises {run.raised[0]}"
         skipped = [] if self.for_inference else run.skipped
         if skipped:
             return f"{len(skipped)} of {run.steps} steps {'is' if len(skipped) == 1 else 'are'} skipped"
@@ -381,7 +381,9 @@ class _ScriptSearch(Search[Outcome]):
 
     def _measured(self, name: str) -> str:
         """Return a module's error in the first step that was watched, and in a later one where it is larger."""
-        errors = self.worst.get(name, {})
+        errors = self.worst.get(name)
+        if not errors:
+            return f"not reached in {self.dtype}"
         broken = next((step for step, error in errors.items() if math.isinf(error)), None)
         if broken is not None:
             return f"not finite in {self.dtype} in step {broken}"
