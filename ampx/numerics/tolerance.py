@@ -47,18 +47,18 @@ class Tolerance:
     Attributes:
         loss: As in `Distance`.
         gradients: As in `Distance`.
-        least: Each value of a module may be off by so much.
-        values: By place, what a value may be off by; elsewhere its `ModuleError.bound`.
+        values: By place, what a value of a module may be off by.
+        elsewhere: What other values may be off by; None for their `ModuleError.bound`.
     """
 
     loss: float
     gradients: float
-    least: float = 0.0
     values: Mapping[Place, float] = field(default_factory=dict)
+    elsewhere: float | None = None
 
     def of(self, error: ModuleError) -> float:
         """Return what a value may be off by."""
-        return max(self.least, self.values.get(place_of(error), error.bound))
+        return self.values.get(place_of(error), error.bound if self.elsewhere is None else self.elsewhere)
 
     def exceeded(self, distance: Distance) -> str:
         """Return in words by what a run is too far off; empty where it agrees."""
@@ -90,8 +90,12 @@ def percent(number: float) -> str:
 
 
 def uniform(tolerance: float) -> Tolerance:
-    """Return the tolerance of a number that the user passed: single values may be off by a quarter at least."""
-    return Tolerance(tolerance, tolerance, max(tolerance, LARGEST_TOLERANCE))
+    """Return the tolerance of a number that the user passed: single values may be off by a quarter at least.
+
+    Small gradients have little weight in the error of all together, and may be off by some percent where rounding moves
+    a threshold such as ReLU's. What is off by more is something else.
+    """
+    return Tolerance(tolerance, tolerance, elsewhere=max(tolerance, LARGEST_TOLERANCE))
 
 
 def by_count(dtype: str, roundings: int) -> Tolerance:

@@ -598,7 +598,7 @@ def _for_speed(search: Search[Any], policy: TunedPolicy, kept: Kept, repeats: in
     slow = {name: times for name, times in search.slow(kept, repeats).items() if entry_of(name) not in denied}
     # The simplest in front: where nothing pays, nothing is cast.
     choices: dict[str, Kept | None] = {FLOAT32.dtype: None, "safe": kept}
-    lean = Kept(kept.modules | slow.keys(), kept.operations)
+    lean = Kept(kept.modules.union(slow), kept.operations)
     if slow and _leaves_some(search.modules, denied | set(map(entry_of, slow))) and search.passes(lean):
         choices["tuned"] = lean
     times = search.times(choices, repeats)
