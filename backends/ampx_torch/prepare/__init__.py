@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ampx.backend import CastPlan
-from ampx.errors import InvalidOptionError, ProtocolError, RawStepError, UnsupportedByBackendError, UnsupportedOpError
+from ampx.errors import ProtocolError, RawStepError, UnsupportedByBackendError, UnsupportedOpError
+from ampx.modules import listed
 from ampx_torch import fused, unwrapped_steps
 from ampx_torch.casting import module_rules
 from ampx_torch.casting.oplists import TorchPlan
@@ -30,30 +31,21 @@ _MARK = "_ampx_prepared"
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     """Do to a model and its optimizer what the level needs. Doing it again to the same changes nothing."""
-    models = [_unwrapped(module) for module in (model if isinstance(model, (list, tuple)) else [model])]
+    models = [_unwrapped(module) for module in listed(model, nn.Module, "model", "nn.Module")]
+    optimizers = listed(optimizer, torch.optim.Optimizer, "optimizer", "torch.optim.Optimizer, wrapped or not")
     rules = module_rules.matches(models, plan)
     if plan.level == "O1":
         module_rules.attach(rules)
     else:
-        _lower(models, _optimizers(optimizer), rules, plan)
+        _lower(models, optimizers, rules, plan)
     if isinstance(plan, TorchPlan):
         plan.resolved.update(entry for _, entry in plan.modules)
     return model if optimizer is None else (model, optimizer)
 
 
-def _unwrapped(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise InvalidOptionError(
-            f"prepare got {type(model).__name__} as the model; accepted: nn.Module or a list of them. Pass that."
-        )
+def _unwrapped(model: nn.Module) -> nn.Module:
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     return inner if isinstance(inner, nn.Module) else model
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
 def _lower(models: list[nn.Module], optimizers: list[Any], rules: dict[nn.Module, Any], plan: CastPlan) -> None:
