@@ -1,4 +1,4 @@
-"""The modules of a model: their names, patterns of these, and interceptors of their calls."""
+"""The modules of a model, as `prepare` gets it: their names, patterns of these, and interceptors of their calls."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class TestScaleOnTheDevice(SkipTests, AccumulationTests, GroupTests, PerLossTest
 class TestInterruptedSteps(InterruptedStepSuite):
     harness = TorchHarness
     session: ClassVar[Any] = {"process_wide": False}
-    stride, thorough = 16, 1
+    stride = 16
     packages = ("ampx", "ampx_apex", "ampx_torch")
     cases: ClassVar[Any] = {
         **InterruptedStepSuite.cases,
