@@ -263,7 +263,7 @@ class TestInterruptedStepsOfMasters(TestInterruptedSteps):
 class TestInterruptedRegions(InterruptedRegionSuite):
     harness = TorchHarness
     packages = TestInterruptedSteps.packages
-    stride, region_stride = 4, 3
+    stride, region_stride = 4, 1
 
     @pytest.fixture(autouse=True)
     def _own_lstm_kernel(self, monkeypatch):
