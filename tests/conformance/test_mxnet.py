@@ -345,7 +345,7 @@ class TestInterruptedStepsInBfloat16(TestInterruptedSteps):
 @computes_bfloat16
 class TestInterruptedRegions(InterruptedRegionSuite):
     harness = MXNetHarness
-    refusals, region_stride = TestInterruptedSteps.refusals, 1
+    refusals = TestInterruptedSteps.refusals
     process_wide = (True,)  # entering the first region takes thousands of lines: tests/mxnet/test_interruptions.py
 
     def look(self):

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle says so on import
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
-from interrupted_steps import ClosureTraining, InterruptedRegionSuite, InterruptedStepSuite, Training
+from interrupted_steps import ClosureTraining, InterruptedStepSuite, Training
 
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
 from ampx_paddle import devices
@@ -217,10 +217,6 @@ class LbfgsHarness(PaddleHarness):
 class TestInterruptedLbfgs(TestInterruptedSteps):
     harness, training = LbfgsHarness, ClosureTraining
     cases: ClassVar[Any] = {"LBFGS": {"by": "closure"}, "LBFGS, overflow": {"by": "closure", "third": math.inf}}
-
-
-class TestInterruptedRegions(InterruptedRegionSuite):
-    harness = PaddleHarness
 
 
 class TestFuzz(FuzzSuite):

@@ -18,7 +18,24 @@ def parameter_and_optimizer(cls=torch.optim.SGD, **options):
     return parameter, cls([parameter], lr=1.0, **options)
 
 
+def growth_tracker(amp, opt):
+    return amp.state_dict(opt)["groups"][0]["losses"][0]["growth_tracker"]
+
+
 # -- no gradients ----------------------------------------------------------------------------------
+
+
+def test_a_step_without_gradients_is_not_counted_and_does_not_raise(amp, backward):
+    parameter, raw = parameter_and_optimizer()
+    opt = ampx.wrap_optimizer(raw)
+    other = nn.Parameter(torch.ones(1))
+    opt.step()
+    assert (opt.last_step.applied, opt.last_step.finite) == (False, True)
+    backward(other.sum(), opt)  # the loss does not use the parameter
+    opt.step()
+    assert not opt.last_step.applied
+    assert growth_tracker(amp, opt) == 0
+    assert parameter.tolist() == [1.0, 1.0]
 
 
 def steps_on_a_copy(model, opt, backward, steps=4):

@@ -99,7 +99,7 @@ def _convert(lowered: list[torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def _hand_out(weights: list[masters.MasterWeights], optimizers: list[Any]) -> None:
-    """Give wrappers their master weights; a raw optimizer refuses to step until it has a wrapper."""
+    """Attach master weights to their wrappers; a raw optimizer refuses to step until it has a wrapper."""
     for own, optimizer in zip(weights, optimizers, strict=True):
         if hasattr(optimizer, "ampx_member"):  # wrapped before: its parameters are others now
             optimizer.masters = own
