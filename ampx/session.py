@@ -336,7 +336,7 @@ class Amp:
             The model, or (model, opt) where an optimizer was given.
 
         Raises:
-            InvalidOptionError: The model is None.
+            InvalidOptionError: The model or the optimizer is something else.
             UnsupportedByBackendError: The backend has no such level.
         """
         if self.casting is None:

@@ -10,8 +10,8 @@ import functools
 from typing import Any, Final
 
 from ampx.backend import CastPlan, map_leaves
-from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
-from ampx.modules import Names, float32_modules, module_dtypes
+from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.modules import Names, float32_modules, listed, module_dtypes
 
 from . import casting, dtypes
 from .calls import named
@@ -30,22 +30,13 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
 
     Doing it again to the same changes nothing.
     """
-    models, trainers = _listed(model), _listed(optimizer)
+    models = listed(model, mx.gluon.Block, "model", "gluon.Block")
+    trainers = listed(optimizer, (mx.gluon.Trainer, AmpTrainer), "trainer", "gluon.Trainer, wrapped or not")
     for block in models:
-        if not isinstance(block, mx.gluon.Block):
-            raise InvalidOptionError(
-                f"prepare got {type(block).__name__} as the model; accepted: gluon.Block or a list of them. Pass that."
-            )
         Names(block, named).check(module_dtypes(plan), "prepare")
     if plan.level != "O1":
         _lower(models, trainers, plan)
     return model if optimizer is None else (model, optimizer)
-
-
-def _listed(entry: Any) -> list[Any]:
-    if entry is None:
-        return []
-    return list(entry) if isinstance(entry, (list, tuple)) else [entry]
 
 
 def _lower(models: list[Any], trainers: list[Any], plan: CastPlan) -> None:
@@ -89,11 +80,6 @@ def _check_trainers(trainers: list[Any], raws: list[Any]) -> None:
         if isinstance(trainer, AmpTrainer):
             trainer.ampx_member.check_prepare()
     for raw in raws:
-        if not isinstance(raw, mx.gluon.Trainer):
-            raise InvalidOptionError(
-                f"prepare got {type(raw).__name__} as the trainer; accepted: gluon.Trainer, wrapped or not, or a list "
-                f"of them. Pass that."
-            )
         if raw._kv_initialized and raw._update_on_kvstore:
             raise UnsupportedByBackendError(
                 "prepare got a trainer whose store updates the parameters (it stepped before, with several contexts); "

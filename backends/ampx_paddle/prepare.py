@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 import paddle
 
 from ampx.backend import CastPlan
-from ampx.errors import InvalidOptionError, UnsupportedDeviceError
-from ampx.modules import Names, float32_modules, module_dtypes
+from ampx.errors import UnsupportedDeviceError
+from ampx.modules import Names, float32_modules, listed, module_dtypes
 
 from .calls import named
 from .casting import DTYPES, LOW
@@ -34,16 +34,13 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     nothing else: batch and instance normalization.
 
     Raises:
-        InvalidOptionError: Something is no layer.
+        InvalidOptionError: Something is no layer, or no optimizer.
         ProtocolError: Scaled gradients are pending, which belong to the parameters as they are.
     """
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    models = listed(model, _nn.Layer, "model", "paddle.nn.Layer")
+    kinds = (paddle.optimizer.Optimizer, AmpOptimizer)
+    optimizers = listed(optimizer, kinds, "optimizer", "paddle.optimizer.Optimizer, wrapped or not")
     for layer in models:
-        if not isinstance(layer, _nn.Layer):
-            raise InvalidOptionError(
-                f"prepare got {type(layer).__name__} as the model; accepted: paddle.nn.Layer or a list of them. "
-                f"Pass that."
-            )
         Names(layer, named).check(module_dtypes(plan), "prepare")
     if plan.level != "O1":
         present = paddle.device.get_device()
@@ -53,12 +50,11 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
                 f"where decorate silently does nothing; accepted: the session's device. Call "
                 f"paddle.set_device({plan.device!r}) before making the model."
             )
-        _lower(models, optimizer, plan)
+        _lower(models, optimizers, plan)
     return model if optimizer is None else (model, optimizer)
 
 
-def _lower(models: list[Any], optimizer: Any | None, plan: CastPlan) -> None:
-    optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+def _lower(models: list[Any], optimizers: list[Any], plan: CastPlan) -> None:
     for entry in optimizers:
         if isinstance(entry, AmpOptimizer):
             entry.ampx_member.check_prepare()

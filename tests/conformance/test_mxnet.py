@@ -287,7 +287,7 @@ class TestInterruptedStepsThatOverwrite(TestInterruptedSteps):
     cases: ClassVar[Any] = {
         name: case
         for name, case in TestInterruptedSteps.cases.items()
-        if not ("losses" in case or case.get("by") == "twice")
+        if not ("losses" in case or "clears" in case or case.get("by") == "twice")
     }
 
 

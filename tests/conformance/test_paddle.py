@@ -177,7 +177,6 @@ class TestInterruptedSteps(InterruptedStepSuite):
     session: ClassVar[Any] = {"level": "O0"}
     cases: ClassVar[Any] = {
         **InterruptedStepSuite.cases,
-        "never cleared": {"clears": False},
         "closure": {"by": "closure"},
     }
 
