@@ -201,8 +201,8 @@ class ClippingTests(KitTests):
     def test_clip_grad_norm_unscales_and_tells_the_norm(self) -> None:
         """It returns the norm so far, the step's result the first; the step applies what is left, not divided again."""
         amp = self.start()
-        for options, bound in (({}, 0.25), ({"max_grad_norm": 0.125}, 0.125)):
-            bench, plain = self.bench(amp, **options), self.plain()
+        for by_step, bound in ((None, 0.25), (0.125, 0.125)):
+            bench, plain = self.bench(amp, max_grad_norm=by_step), self.plain()
             bench.accumulate()
             assert math.isclose(float(amp.clip_grad_norm(bench.opt, 0.5)), NORM, rel_tol=1e-5)
             assert math.isclose(float(amp.clip_grad_norm(bench.opt, 0.25)), 0.5, rel_tol=1e-5)
