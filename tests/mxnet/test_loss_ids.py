@@ -126,6 +126,25 @@ def test_what_the_last_step_left_stays_true_where_no_loss_gives_a_gradient(amp, 
     assert values(weight) == [1.0 - 1 - 2] * 2
 
 
+@pytest.mark.parametrize("others", [{}, {"max_grad_norm": 1.0}])
+def test_a_sum_of_losses_that_overflows_is_skipped(weights, backward, others):
+    """Each of the two is finite: 3e38 + 3e38 is beyond float32."""
+    amp = ampx.init("mxnet", level="O0", loss_scale=ampx.LossScale(init_scale=1.0, min_scale=0.25))
+    weight = weights(1.0, grad_req="add")
+    opt = amp.wrap_optimizer(sgd(weight), **others)
+    for loss_id in (0, 1):
+        backward(lambda: (weight.data() * 3e38).sum(), opt, loss_id=loss_id)
+    opt.step(1)
+    assert (opt.last_step.applied, opt.last_step.finite) == (False, False)
+    assert values(weight) == [1.0]
+    assert [state.scale for state in opt.ampx_member.group.states.values()] == [0.5, 0.5]
+    opt.zero_grad()
+    for loss_id in (0, 1):
+        backward(lambda: (weight.data() * 0.25).sum(), opt, loss_id=loss_id)
+    opt.step(1)
+    assert values(weight) == [0.5]
+
+
 # -- grad_req="write": MXNet overwrites --------------------------------------------------------------
 
 
