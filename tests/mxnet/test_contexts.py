@@ -135,18 +135,6 @@ def test_a_refused_list_leaves_every_trainer_as_it_was(amp, dense):
     assert good._kvstore_params == {"kvstore": "device", "update_on_kvstore": None}
 
 
-@pytest.mark.bfloat16
-def test_a_refused_list_gives_gradients_back_to_mxnet_that_add(dense):
-    """Where bfloat16 is cast on the CPU, ampx adds in its place while a trainer is wrapped."""
-    amp = ampx.init("mxnet", dtype="bfloat16")
-    net = dense(grad_req="add")
-    good = mx.gluon.Trainer(net.collect_params(), "sgd")
-    bad = mx.gluon.Trainer(dense().collect_params(), "sgd", update_on_kvstore=True)
-    with pytest.raises(ampx.UnsupportedByBackendError):
-        amp.wrap_optimizer([good, bad])
-    assert net.weight.grad_req == "add"
-
-
 def test_a_disabled_session_leaves_the_store_alone(dense):
     amp = ampx.init("mxnet", enabled=False)
     net = dense(ctx=CONTEXTS)
