@@ -51,10 +51,7 @@ def _lower(models: list[Any], trainers: list[Any], plan: CastPlan) -> None:
             f"precision; accepted: gluon with mx.nd arrays. Call npx.reset_np() first, or use level='O1'."
         )
     _check_trainers(trainers, raws)
-    parameters = _parameters_to_lower(models, plan)
-    trained = {id(parameter) for raw in raws for parameter in raw._params if parameter.grad_req != "null"}
-    for parameter in parameters:
-        lower(parameter, plan.dtype, plan.level == "O2" and id(parameter) in trained)
+    _lower_parameters(_parameters_to_lower(models, plan), raws, plan)
     for raw in raws:
         raw._updaters[:] = [Updater(updater) for updater in raw._updaters]
     for block in models:
@@ -62,6 +59,14 @@ def _lower(models: list[Any], trainers: list[Any], plan: CastPlan) -> None:
         block.__class__ = _prepared_class(block.__class__)
         block.ampx_plan = plan
     casting.keep(plan)
+
+
+def _lower_parameters(parameters: list[Any], raws: list[Any], plan: CastPlan) -> None:
+    """Cast parameters; at O2, those that a trainer updates get float32 masters."""
+    _check_castable(parameters)
+    trained = {id(parameter) for raw in raws for parameter in raw._params if parameter.grad_req != "null"}
+    for parameter in parameters:
+        lower(parameter, plan.dtype, plan.level == "O2" and id(parameter) in trained)
 
 
 def _check_again(prepared: list[Any], models: list[Any], raws: list[Any], plan: CastPlan) -> None:
@@ -100,7 +105,10 @@ def _parameters_to_lower(models: list[Any], plan: CastPlan) -> list[Any]:
                 kept.update(map(id, own))
             else:
                 lowered.update((id(parameter), parameter) for parameter in own)
-    parameters = [parameter for key, parameter in lowered.items() if key not in kept]
+    return [parameter for key, parameter in lowered.items() if key not in kept]
+
+
+def _check_castable(parameters: list[Any]) -> None:
     for parameter in parameters:
         if type(parameter) is not mx.gluon.Parameter or {parameter._stype, parameter._grad_stype} != {"default"}:
             raise UnsupportedByBackendError(
@@ -109,7 +117,6 @@ def _parameters_to_lower(models: list[Any], plan: CastPlan) -> list[Any]:
                 f"dense values and gradients, because MXNet casts no sparse ones. Keep its block in float32 by "
                 f"deny=['module:…'], or use level='O1'."
             )
-    return parameters
 
 
 def _is_float32(parameter: Any) -> bool:

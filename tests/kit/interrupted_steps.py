@@ -464,3 +464,5 @@ class InterruptedRegionSuite(InterruptedSuite):
             assert self.look() == before, place
             places += 1
         assert places >= self.few
+        entered(amp.autocast(enabled=False))  # as the next one does
+        assert self.look() == before
