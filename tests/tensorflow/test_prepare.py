@@ -582,11 +582,17 @@ def test_preparing_again_for_something_else_is_refused(level, dtype):
         step(opt, model)
 
 
-def test_preparing_while_gradients_are_pending_is_refused():
+@pytest.mark.parametrize("compiled", [lambda function: function, tf.function], ids=["eager", "in a function"])
+def test_preparing_while_gradients_are_pending_is_refused(compiled):
     amp, model = init(loss_scale=2.0), net()
     opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1))
-    with tf.GradientTape(), ampx.scale_loss(tf.reduce_sum(model(X)), opt):
-        pass
+
+    @compiled
+    def scale():
+        with tf.GradientTape(), ampx.scale_loss(tf.reduce_sum(model(X)), opt):
+            pass
+
+    scale()
     with pytest.raises(ampx.ProtocolError, match="pending"):
         amp.prepare(model, opt)
     assert model.get_layer("last").kernel.value.dtype == tf.float32
