@@ -575,11 +575,6 @@ def test_wrapping_what_holds_a_wrapped_part_is_refused(session):
         tx.init(jnp.zeros(1))
 
 
-def test_low_precision_parameters_are_refused(session):
-    with pytest.raises(ampx.LowPrecisionParametersError, match="bfloat16"):
-        ampx.wrap_optimizer(optax.sgd(0.1)).init(jnp.zeros(1, jnp.bfloat16))
-
-
 def test_host_calls_inside_a_trace_say_so(session):
     tx = ampx.wrap_optimizer(optax.sgd(0.1))
     state = tx.init(jnp.zeros(1))

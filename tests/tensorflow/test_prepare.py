@@ -598,7 +598,6 @@ def test_preparing_while_gradients_of_a_function_are_pending_is_refused():
 
 
 REFUSED = {
-    "a number": (3, ampx.InvalidOptionError, "int"),
     "a function": (tf.function(tf.identity), ampx.InvalidOptionError, "Keras"),
     "a map of policies": (
         keras.layers.Dense(1, dtype=keras.dtype_policies.DTypePolicyMap()),
