@@ -729,32 +729,6 @@ def test_the_curve_of_a_report_has_the_losses_that_the_script_sees(start, style)
     ]
 
 
-@pytest.mark.parametrize("compiled", [lambda function: function, tf.function], ids=["eager", "function"])
-def test_a_tape_watches_variables_of_the_script_and_none_of_the_run(start, compiled):
-    """Which the run has for the losses of a function, and for the loss scale that a gradient function asks for."""
-    run, region = start("float16", graphs=False)
-    run.recorder.curve = LossCurve()
-    weight = tf.Variable(2.0)
-
-    @tf.custom_gradient
-    def doubled(x):
-        return x * 2, lambda slope: slope * 2
-
-    @compiled
-    def watched(optimizer):
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as tape:
-                loss = doubled(weight)
-            gradient = tape.gradient(loss, weight)
-        optimizer.apply_gradients([(gradient, weight)])
-        return [variable is weight for variable in outer.watched_variables()]
-
-    with region:
-        assert all(watched(keras.optimizers.SGD(0.25)))
-    assert run.recorder.steps == 1
-    assert weight == 1.5
-
-
 def test_of_many_calls_of_a_function_the_curve_looks_at_some(start, monkeypatch):
     run, region = start(next((dtype for dtype in LOW if rewrite._works("cpu", dtype)), "float32"), graphs=False)
     curve = run.recorder.curve = LossCurve()
