@@ -319,7 +319,9 @@ def test_gradients_that_belong_to_no_loss_are_left_alone(start):
         assert scaled[0].numpy().tolist() == [12.0 * 4.0]
 
 
-def test_a_graph_of_tensorflow_1_is_cast_scaled_and_recorded(start):
+@pytest.mark.parametrize("interval", [0.0, math.inf], ids=["looks at every run", "looks at the end"])
+def test_a_graph_of_tensorflow_1_is_cast_scaled_and_recorded(start, monkeypatch, interval):
+    monkeypatch.setattr("ampx_tensorflow.run.tf1._LOOK_SECONDS", interval)
     run, region = start("float16")
     with region, tf.Graph().as_default():
         variable = v1.get_variable("v", initializer=[8.0])

@@ -139,6 +139,19 @@ def test_in_a_graph_of_tensorflow_1(amp):
             assert session.run(variable)[0] == pytest.approx(0.9)
 
 
+def test_in_a_graph_of_tensorflow_1_it_still_waits_for_what_it_depends_on(amp):
+    with tf.Graph().as_default():
+        variable, done = v1.get_variable("v", initializer=[1.0]), v1.get_variable("done", initializer=False)
+        raw = v1.train.GradientDescentOptimizer(0.5)
+        opt = amp.wrap_optimizer(raw)
+        with tf.control_dependencies([v1.assign(done, True)]):
+            train = raw.apply_gradients([(tf.constant([1.0]), variable)])
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            session.run(train)
+            assert (session.run(variable).tolist(), session.run(done), opt.loss_scale) == ([0.5], True, 2.0**16)
+
+
 def test_copies_and_fit_are_not_in_the_way(amp):
     """A copy of a raw optimizer belongs to nobody, and Keras trains with the raw one."""
     raw = KINDS["keras"]()
