@@ -105,6 +105,17 @@ def test_one_function_scales_and_the_raw_one_steps_outside_of_it(keras_pair):
     assert variable.numpy()[0] == pytest.approx(0.8)
 
 
+def test_a_function_scales_for_one_of_a_list_and_the_raw_one_of_another_steps(amp):
+    raw, other = KINDS["keras"](), KINDS["keras"]()
+    opt, _ = amp.wrap_optimizer([raw, other])
+    variable, slope = tf.Variable([1.0]), tf.constant([1.0])
+    tf.function(lambda: scaled_gradient(opt, variable))()
+    other.apply_gradients([(slope, variable)])
+    with pytest.raises(ampx.RawStepError):
+        raw.apply_gradients([(slope, variable)])
+    assert variable.numpy()[0] == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("traced_before", [False, True])
 def test_the_raw_one_steps_in_a_function_while_gradients_wait(keras_pair, traced_before):
     """Traced while they wait, it is an error of ampx; traced earlier, TensorFlow's assertion says it."""
