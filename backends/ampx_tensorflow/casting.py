@@ -209,16 +209,19 @@ def prepare(model: Any, plan: CastPlan) -> Any:
     models = listed(model, keras.layers.Layer, "model", "a model or layer of Keras, a tf.function")
     forced = {key: dtype for each in models for key, dtype in oplists.forced_layers(each, plan).items()}
     for layer in (layer for each in models for layer in each._flatten_layers()):
-        policy = layer.dtype_policy
-        if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
-            _session.prepared[layer] = policy
-            layer.dtype_policy = policy_for(plan.dtype)
-        if id(layer) in forced and policy.quantization_mode is None:
-            _session.prepared.setdefault(layer, policy)
-            low = forced[id(layer)] != "float32"
-            layer.dtype_policy = policy_for(plan.dtype) if low else keras.DTypePolicy("float32")
-        forget_functions(layer)
+        _prepare_layer(layer, plan, forced.get(id(layer)))
     return model
+
+
+def _prepare_layer(layer: Any, plan: CastPlan, forced: str | None) -> None:
+    policy = layer.dtype_policy
+    if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
+        _session.prepared[layer] = policy
+        layer.dtype_policy = policy_for(plan.dtype)
+    if forced is not None and policy.quantization_mode is None:
+        _session.prepared.setdefault(layer, policy)
+        layer.dtype_policy = keras.DTypePolicy("float32") if forced == "float32" else policy_for(plan.dtype)
+    forget_functions(layer)
 
 
 def forget_functions(layer: Any) -> None:
