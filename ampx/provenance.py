@@ -71,7 +71,7 @@ class Provenance(NotCopied):
         self._slots = slots
 
     def note(self, slots: Iterable[Any], scale: Scalar, stays: bool = False) -> None:
-        """Note that the gradients in slots carry this scale, or `UNKNOWN`; where it `stays`, whatever writes to them."""
+        """Note that gradients in slots carry this scale, or `UNKNOWN`; where it `stays`, whatever writes to them."""
         snapshots = self._slots.snapshot(slots)
         self._note([(slot, gradient, None) for slot, gradient, _ in snapshots] if stays else snapshots, scale)
 

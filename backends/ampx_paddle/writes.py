@@ -165,17 +165,22 @@ class Writes:
         """Note what was written since the last look, in the body of others with this scale; None outside of bodies."""
         written, carried, noted = self.written.__dict__, self.carried, self.provenance.notes
         if scale is None:
-            ran = set(map(float, _ran.__dict__))
-            # Of a loss that was scaled for this optimizer the backward may run outside of its body, if none did inside.
-            late = not self.own and self.member.stage != "unscaled"
-            late = late and not ran.isdisjoint(self.member.factors.values())
-            scale = carried if late else UNKNOWN if ran else 1.0
+            scale = self._outside(carried)
         if noted or scale != carried:
             owners = [owner for reference in written.values() if (owner := reference()) is not None]
             # Nothing but that they were written to: Paddle has no version of a gradient to compare.
             before = [(own, None if carried is ANY and id(own) not in noted else own, "before") for own in owners]
             self.provenance.note_foreign(before, carried, scale)
         written.clear()
+
+    def _outside(self, carried: Any) -> Any:
+        """Return which scale backwards outside of bodies have added with since the last look."""
+        ran = set(map(float, _ran.__dict__))
+        if not ran:
+            return 1.0
+        # Of a loss that was scaled for this optimizer the backward may run outside of its body, if none did inside.
+        late = not self.own and self.member.stage != "unscaled" and not ran.isdisjoint(self.member.factors.values())
+        return carried if late else UNKNOWN
 
     # -- what others wrote, or the last step left ----------------------------------------------------------------------
 
