@@ -58,13 +58,14 @@ class ParameterSlots(Slots):
 
     def sharers(
         self, own: Provenance, slots: Sequence[torch.Tensor]
-    ) -> Iterable[tuple[Provenance, Sequence[torch.Tensor]]]:
-        """Pair all others with what they share: also what is left on an idle one is taken for unscaled."""
+    ) -> Sequence[tuple[Provenance, Sequence[torch.Tensor]]]:
+        """Pair all others with what they share: what is left on an idle one is taken for unscaled."""
+        if len(living) < 2:
+            return []
         held = set(map(id, slots))
-        for other in wrapped_optimizers():
-            shared = [leaf for leaf in other.leaves() if id(leaf) in held]
-            if shared and other.provenance is not own:
-                yield other.provenance, shared
+        others = [other for other in wrapped_optimizers() if other.provenance is not own]
+        pairs = [(other.provenance, [leaf for leaf in other.leaves() if id(leaf) in held]) for other in others]
+        return [pair for pair in pairs if pair[1]]
 
     def keep(self, scale: Any) -> Any:
         """Return a scale as it is now: on a device it moves in place."""
