@@ -123,7 +123,7 @@ class Provenance(NotCopied):
 
         Sync: none; one for each gradient of which nobody can tell.
         """
-        if not self.notes and default is not UNKNOWN and _are_same(default, scale):
+        if not self.notes and _are_same(default, scale):
             return []
         kinds: Plan = []
         for snapshot in self._slots.snapshot(slots):
