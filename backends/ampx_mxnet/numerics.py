@@ -408,17 +408,10 @@ class MXNetProbe(Probe):
     def simulates(self, device: Device) -> frozenset[str]:
         return SIMULATED
 
-    @contextmanager
-    def watch(self, model: Any | None, watching: Watching) -> Iterator[Watch]:
+    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
-        names = Names(model, named)
-        names.check(watching.modules, "watch")
-        watcher = _Watcher(_TENSORS, watching, names)
-        with ExitStack() as stack:
-            stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher)))
-            if watching.operations:
-                stack.enter_context(_operations_watched(watcher))
-            yield watcher
+        watcher = _Watcher(_TENSORS, watching, Names(model, named))
+        return watcher.looking([calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher))], _operations_watched)
 
     @contextmanager
     def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:

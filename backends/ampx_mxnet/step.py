@@ -16,7 +16,7 @@ from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, NotCopied
-from ampx.provenance import UNKNOWN, Plan, Provenance
+from ampx.provenance import UNKNOWN, Provenance
 from ampx.rooms import make_meter
 from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
@@ -389,7 +389,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         adding = self._check_body(loss_id)
         if self.ampx_member.stage == "idle":
             self._accumulation.reset()
-            self._plan(adding, gradients.any_fresh(self.trainer), 1.0)  # whatever the scale: it raises or not
+            left = self._left(adding, gradients.any_fresh(self.trainer), 1.0)
+            self._provenance.plan(adding, 1.0, left)  # whatever the scale: it raises or not
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Bring gradients left from the last step to this scale, and keep what MXNet would forget to add to.
@@ -438,23 +439,22 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 f"workers' sum would be added up again. Call allreduce_grads after the last backward."
             )
 
-    def _plan(self, adding: list[Any], fresh: bool, scale: float) -> Plan:
-        """List what a step's first body finds that does not carry its scale yet; raise where that is unknown."""
-        provenance, pending = self._provenance, self._pending
+    def _left(self, adding: list[Any], fresh: bool, scale: float) -> float | None:
+        """Return what gradients carry that a step's first body finds; a scale where there are none."""
+        pending = self._pending
         if fresh:  # of a loss of another trainer, or of none
-            provenance.note(adding, UNKNOWN)
-        carried = UNKNOWN if pending.skipped else scale if pending.left is None else pending.left
-        return [] if carried == scale and not provenance.notes else provenance.plan(adding, scale, carried)
+            self._provenance.note(adding, UNKNOWN)
+        return UNKNOWN if pending.skipped else scale if pending.left is None else pending.left
 
     def _bring_to(self, adding: list[Any], scale: float) -> None:
         """Bring gradients that are there before the first backward of a step to its scale."""
-        provenance, pending = self._provenance, self._pending
+        pending = self._pending
         self._accumulation.reset()
         fresh = gradients.any_fresh(self.trainer)
-        if plan := self._plan(adding, fresh, scale):
-            provenance.note(adding, UNKNOWN)  # until all are divided
-            provenance.divide(plan)
-        provenance.notes, pending.skipped = {}, False
+        if adding:
+            left = self._left(adding, fresh, scale)
+            self._provenance.bring_to(self.ampx_member, adding, scale, left)  # the body ends the change
+        pending.skipped = False
         if pending.left is not None:
             pending.left = scale  # they carry it as well where the body raises before its backward
         if fresh:

@@ -50,17 +50,22 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
                 f"where decorate silently does nothing; accepted: the session's device. Call "
                 f"paddle.set_device({plan.device!r}) before making the model."
             )
-        _lower(models, optimizers, plan)
+        raws = _raw_optimizers(optimizers)
+        if not all(isinstance(layer, PreparedLayer) for layer in models):  # Paddle would round the masters, too
+            _lower(models, raws, plan)
     return model if optimizer is None else (model, optimizer)
 
 
-def _lower(models: list[Any], optimizers: list[Any], plan: CastPlan) -> None:
+def _raw_optimizers(optimizers: list[Any]) -> list[Any]:
+    """List the raw optimizers; raise where gradients of one are pending."""
     for entry in optimizers:
         if isinstance(entry, AmpOptimizer):
             entry.ampx_member.check_prepare()
-    raws = [entry.optimizer if isinstance(entry, AmpOptimizer) else entry for entry in optimizers]
-    if all(isinstance(layer, PreparedLayer) for layer in models):  # else Paddle would round the masters, too
-        return
+    return [entry.optimizer if isinstance(entry, AmpOptimizer) else entry for entry in optimizers]
+
+
+def _lower(models: list[Any], raws: list[Any], plan: CastPlan) -> None:
+    """Cast models and optimizers, and have them save and load float32."""
     kept = _kept(models, plan)
     # `decorate` marks what is excluded for good, and takes no empty list.
     options: dict[str, Any] = {"level": "O2", "dtype": plan.dtype, "excluded_layers": kept or None}
@@ -69,18 +74,23 @@ def _lower(models: list[Any], optimizers: list[Any], plan: CastPlan) -> None:
     else:
         paddle.amp.decorate(models=models, **options)
     if plan.level == "O3":
-        for layer in _layers(models):
-            if isinstance(layer, _nn.LayerNorm) and not any(layer is other for other in kept):
-                layer.to(dtype=plan.dtype)  # which `decorate` does in bfloat16 only
-        for raw in raws:
-            if isinstance(raw, paddle.optimizer.Momentum):
-                raw.__class__ = _wide_velocity_class(raw.__class__)
+        _lower_rest(models, raws, kept, plan.dtype)
     references = tuple(weakref.ref(raw) for raw in raws)
     for layer in _layers(models):
         layer.register_state_dict_hook(_SaveFloat32(references))
     for layer in models:
         layer.__class__ = _prepared_class(layer.__class__)
         layer.ampx_optimizers = references
+
+
+def _lower_rest(models: list[Any], raws: list[Any], kept: list[Any], dtype: str) -> None:
+    """Cast what `decorate` leaves wide at O3, and leave wide what it must not make low."""
+    for layer in _layers(models):
+        if isinstance(layer, _nn.LayerNorm) and not any(layer is other for other in kept):
+            layer.to(dtype=dtype)  # which `decorate` does in bfloat16 only
+    for raw in raws:
+        if isinstance(raw, paddle.optimizer.Momentum):
+            raw.__class__ = _wide_velocity_class(raw.__class__)
 
 
 def _layers(models: Iterable[Any]) -> list[Any]:

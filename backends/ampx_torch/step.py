@@ -210,7 +210,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.findings.checked[loss_id] = finite
         if len(living) > 1:
             for other, shared in sharers(self):
-                other.provenance.note_unscaled(shared)
+                other.provenance.note(shared, 1.0, stays=True)
 
     def look_again(self, gradients: list[list[torch.Tensor]]) -> None:
         """Test unscaled gradients again: they may have been written to since. The stage is "changing" after it.
@@ -486,7 +486,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
                 self.provenance.bring_together(self.leaves())
             self.mixer.before(self, loss_id)
         elif self._keeps_gradients(scale):  # the first loss since the last step
-            self.provenance.bring_to(self.leaves(), scale, 1.0)  # the body ends the change
+            self.provenance.bring_to(self.ampx_member, self.leaves(), scale, 1.0)  # the body ends the change
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Add the gradients that were put aside."""
