@@ -306,7 +306,7 @@ def print_all(console: Console, outcomes: Sequence[Outcome]) -> None:
         console.print(f"To float32: the difference in accuracy, in percentage points. {_RATIO}")
     for outcome, report in shown:
         _print_scaled(console, outcome.framework, report["runs"])
-    _print_absent(console, outcomes)
+    _print_untrained(console, outcomes)
     _print_notes(console, (note for outcome in outcomes for note in outcome.notes))
 
 
@@ -315,7 +315,7 @@ def _print_notes(console: Console, notes: Iterable[str]) -> None:
         console.print(f"[yellow]Note:[/] {escape(note)}")
 
 
-def _print_absent(console: Console, outcomes: Sequence[Outcome]) -> None:
+def _print_untrained(console: Console, outcomes: Sequence[Outcome]) -> None:
     """Print which frameworks were not trained now, and why."""
     for outcome in outcomes:
         if outcome.state == "earlier":

@@ -246,11 +246,15 @@ class Flow:
         for annotated in program.every(ast.AnnAssign, tree):
             if annotated.value is not None:
                 self._bind(annotated.target, annotated, annotated.value)
-        targets: list[ast.AST | None] = []
-        for kind in (ast.For, ast.AsyncFor, ast.AugAssign, ast.NamedExpr):
-            targets += [node.target for node in program.every(kind, tree)]
-        for block in (ast.With, ast.AsyncWith):
-            targets += [item.optional_vars for region in program.every(block, tree) for item in region.items]
+        others: list[ast.For | ast.AsyncFor | ast.AugAssign | ast.NamedExpr] = [
+            *program.every(ast.For, tree),
+            *program.every(ast.AsyncFor, tree),
+            *program.every(ast.AugAssign, tree),
+            *program.every(ast.NamedExpr, tree),
+        ]
+        blocks: list[ast.With | ast.AsyncWith] = [*program.every(ast.With, tree), *program.every(ast.AsyncWith, tree)]
+        targets: list[ast.AST | None] = [other.target for other in others]
+        targets += [item.optional_vars for block in blocks for item in block.items]
         for bound in targets:
             if bound is not None:
                 self._bind(bound, None, None)

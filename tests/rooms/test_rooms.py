@@ -1,12 +1,14 @@
 """Every optional room can be taken out: the rest imports, passes the kit on the toy, and trains README's lines."""
 
 import ast
+import compileall
 import functools
 import importlib.util
 import re
 import shutil
 import sys
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 
@@ -118,13 +120,24 @@ def paths_of(room, root):
     return [path for pattern in ROOMS[room][0] for path in root.glob(pattern)]
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the tree in which is compiled, once for all rooms, what they import."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in ("ampx", "backends", "tests/kit/toy"):
+        copy = shutil.copytree(
+            ROOT / name, folder / Path(name).name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+        )
+        for top in [copy / f"ampx_{framework}" for framework in INSTALLED] if name == "backends" else [copy]:
+            compileall.compile_dir(top, quiet=2, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
+    return folder
+
+
 @pytest.fixture(scope="module", params=ROOMS)
-def house(request, tmp_path_factory):
+def house(request, tree, tmp_path_factory):
     """A copy of the tree without a room, whose plugins are registered as in an installation: its room and folder."""
     folder = tmp_path_factory.mktemp("house")
-    for name in ("ampx", "backends"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests" / "kit" / "toy", folder / "toy", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(tree, folder, dirs_exist_ok=True)
     gone = paths_of(request.param, folder)
     assert gone, "the room is not where this test looks for it"
     for path in gone:

@@ -985,7 +985,8 @@ class Training(RuleBasedStateMachine):
 
     def _verify_result(self, result: ampx.StepResult | None, row: Result | None) -> None:
         if result is None or row is None:
-            assert result is row
+            assert result is None
+            assert row is None
             return
         *numbers, norm = astuple(result)
         *expected, expected_norm = row
