@@ -12,6 +12,7 @@ from py_compile import PycInvalidationMode
 
 import pytest
 
+from import_graphs import at_import, modules_in, names_imported, with_parents
 from processes import run_python
 
 if sys.version_info >= (3, 11):
@@ -160,36 +161,10 @@ def run(folder, *command):
     return run_python(*command, cwd=folder, fresh=True, PYTHONPATH=f"{folder}:{folder / 'backends'}")
 
 
-def modules_in(top):
-    """Return the files of a package by the names of their modules."""
-    files = {}
-    for path in sorted(top.rglob("*.py")):
-        parts = path.relative_to(top.parent).with_suffix("").parts
-        files[".".join(part for part in parts if part != "__init__")] = path
-    return files
-
-
-def at_import(body):
-    """List the import statements that run when a module is imported."""
-    for node in body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from at_import(node.orelse)
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from at_import(list(ast.iter_child_nodes(node)))
-
-
 def asked_for(name, path):
     """Return the modules that a module asks for when it is imported, by a door (`import_part`, `forward`), too."""
-    home = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    tree, names = ast.parse(path.read_text()), set()
-    for node in at_import(tree.body):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        else:
-            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home)
-            names |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    tree = ast.parse(path.read_text())
+    names = {module for full in names_imported(name, path, at_import(tree.body)) for module in with_parents(full)}
     for node in tree.body:
         for call in ast.walk(node) if isinstance(node, (ast.Expr, ast.Assign)) else ():
             if isinstance(call, ast.Call) and ast.unparse(call.func) in ("forward", "import_part"):
