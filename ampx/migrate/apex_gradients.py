@@ -586,9 +586,8 @@ class _Walk:
 
     def _hands_over_a_reader(self, name: ast.Name) -> bool:
         """Return whether a name is a function that looks at gradients, and is passed to a function that may call it."""
-        place, outer = self._flow.place(name), self._program.parent(name)
-        passed = isinstance(outer, ast.keyword) or (isinstance(outer, ast.Call) and name is not outer.func)
-        if place is None or not passed:
+        place = self._flow.place(name)
+        if place is None or self._program.receiving_call(name) is None:
             return False
         values = self._flow.values_at(place)
         inside = [inner for value in values if _is_function(value) for inner in ast.walk(value)]

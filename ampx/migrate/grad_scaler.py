@@ -13,17 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ampx.syntax.flow import Binding, Flow, Place
-from ampx.syntax.program import (
-    FUNCTIONS,
-    Function,
-    Reference,
-    called_name,
-    decided,
-    dotted,
-    is_none,
-    keywords,
-    receiver,
-)
+from ampx.syntax.program import FUNCTIONS, Function, Reference, called_name, decided, dotted, is_none, receiver
 from ampx.syntax.source import Source
 
 from .edits import Edits, Plan
@@ -194,13 +184,9 @@ class ScalerRewriter:
 
     def _load_receivers(self, scaler: Scaler) -> bool:
         """Take in the files of functions that get the scaler or an optimizer; return whether there was one."""
-        calls = []
-        for place in scaler.places | self._places_of_optimizers(scaler):
-            for use in self._flow.uses_at(place):
-                call = self._gets(use)
-                if call is not None:
-                    calls.append(call)
-        return any([self._program.load(call.func) for call in calls])
+        places = scaler.places | self._places_of_optimizers(scaler)
+        calls = [self._program.receiving_call(use) for place in places for use in self._flow.uses_at(place)]
+        return any([self._program.load(call.func) for call in calls if call is not None])
 
     def _places_of_optimizers(self, scaler: Scaler) -> set[Place]:
         """Return what holds the optimizers that the scaler steps or unscales, here and where they are made."""
@@ -208,12 +194,6 @@ class ScalerRewriter:
         origins = [origin for optimizer in optimizers for origin in self._origins(scaler, optimizer) or ()]
         places = map(self._flow.place, [*optimizers, *(origin.node for origin in origins)])
         return {place for place in places if place is not None}
-
-    def _gets(self, use: Reference) -> ast.Call | None:
-        """Return the call that a value is passed to."""
-        parent = self._program.parent(use)
-        call = self._program.parent(parent) if isinstance(parent, ast.keyword) else parent
-        return call if isinstance(call, ast.Call) and use is not call.func else None
 
     def _stepped_by(self, use: Reference) -> list[ast.expr]:
         """Return the optimizers of a call of the scaler that steps or unscales."""
@@ -259,7 +239,7 @@ class ScalerRewriter:
 
     def _use(self, scaler: Scaler, use: Reference) -> None:
         parent = self._program.parent(use)
-        getter = self._gets(use)
+        getter = self._program.receiving_call(use)
         if isinstance(parent, ast.Attribute):
             call = self._program.call_of(parent)
             if call is None:
@@ -282,7 +262,7 @@ class ScalerRewriter:
     def _method(self, scaler: Scaler, name: str, call: ast.Call) -> None:
         """Plan what takes the place of a call of the scaler."""
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
-        hidden = any(isinstance(value, ast.Starred) for value in values) or None in keywords(call)
+        hidden = None in [keyword.arg for keyword in call.keywords] or ast.Starred in map(type, values)
         method = _METHODS.get(name)
         if hidden or method is None or len(values) != method.arguments:
             raise self._unknown(call)

@@ -278,6 +278,12 @@ class Program:
         parent = self.parent(node)
         return parent if isinstance(parent, ast.Call) and parent.func is node else None
 
+    def receiving_call(self, value: ast.AST) -> ast.Call | None:
+        """Return the call that an expression is passed to; None for anything else."""
+        parent = self.parent(value)
+        call = self.parent(parent) if isinstance(parent, ast.keyword) else parent
+        return call if isinstance(call, ast.Call) and value is not call.func else None
+
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, from the inside out, the module last."""
         while node in self._parents:
