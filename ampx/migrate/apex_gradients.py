@@ -181,14 +181,14 @@ class GradientReaders:
                     return None
         return inserted
 
-    def _lead_to_a_block(self) -> set[ast.AST]:
-        """Return the functions and modules that hold a block, or call what does."""
-        reached: set[ast.AST] = set()
+    def _lead_to_a_block(self) -> dict[ast.AST, None]:
+        """Return the functions and modules that hold a block, or call what does, always in one order."""
+        reached: dict[ast.AST, None] = {}
         waiting = list(self._by_function)
         while waiting:
             function = waiting.pop()
             if function not in reached:
-                reached.add(function)
+                reached[function] = None
                 if isinstance(function, FUNCTIONS):
                     waiting += [self.program.function(call) for call in self.flow.calls_of(function)]
         return reached
