@@ -130,8 +130,8 @@ class TorchAmp:
     # -- regions ---------------------------------------------------------------------------------------
 
     def _find_regions(self) -> list[Region]:
-        found = [self._region(node, name) for node, name in self._program.references()]
-        return [region for region in found if region is not None]
+        regions = [self._region(node, name) for node, name in self._program.references()]
+        return [region for region in regions if region is not None]
 
     def _region(self, node: Reference, name: str) -> Region | None:
         """Read an autocast region; None for another name, and where its arguments cannot be read."""
