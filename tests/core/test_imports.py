@@ -41,7 +41,7 @@ def test_every_module_of_core_loads_no_framework():
 def test_import_adds_less_than_30_ms():
     # Time of the processor, and the least of some: what else the machine does is not the import's.
     program = "from time import process_time; t = process_time(); import ampx; print(process_time() - t)"
-    assert min(float(run(program)) for _ in range(7)) < 0.030
+    assert any(float(run(program)) < 0.030 for _ in range(7))
 
 
 def test_every_name_of_the_stub_can_be_imported_and_is_no_submodule_that_hides_it():
