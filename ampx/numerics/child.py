@@ -25,7 +25,7 @@ from ampx.run.ranks import process_rank
 from ampx.run.recorder import names_of
 from ampx.run.supervisor import Finished, supervise
 
-from .diagnose import in_one_line
+from .batch import in_one_line
 from .probe import Probe
 from .trial import MISUSED, REFUSED, Outcome, Trial
 
@@ -176,6 +176,8 @@ class TrialObserver:
             self.fault = self.steps, "loss"
         elif self._collapsed:
             self.fault = self.steps, "scale"
+        elif any(record.skips_unscaled for run, _ in self._runs for record in run.recorder.optimizers.values()):
+            self.fault = self.steps, "skipped"
         return self.fault is not None
 
     # -- what holds for one step -------------------------------------------------------------------

@@ -64,7 +64,8 @@ class Trial:
         float32: Steps, from 2, in which casting is off.
         forced: By pattern of names of modules, the dtype to force them into during the whole run.
         gradients: Steps in which the gradients of parameters are sampled.
-        stop_at_fault: End after the first step with a loss that is not finite, or in which the loss scale collapses.
+        stop_at_fault: End after the first step with a loss that is not finite, in which the loss scale collapses, or
+            that is skipped at a scale of 1.
         shares_compiled: What is compiled is kept for other trials of this process; its memory is not comparable then.
         may_raise: An exception of the script is part of what is seen, once it has an optimizer.
     """
@@ -99,7 +100,8 @@ class Outcome:
         peak_device: The same on the accelerator; None without one, or where nothing counts.
         readings: By step, what the watched modules computed.
         gradients: By step in which they were sampled, what was trained, where the backend can tell.
-        fault: `(step, what)` at which a run that was to stop at a fault did so: "loss" or "scale"; None for none.
+        fault: `(step, what)` at which a run that was to stop at a fault did so: "loss", "scale" or "skipped"; None for
+            none.
         watches: The backend can watch modules.
         native: The low-precision dtypes that the device computes in hardware, whatever `"auto"` chooses there.
         ended_early: The script was ended after the steps that were asked for.

@@ -158,7 +158,7 @@ def test_a_log_counts_calls_by_direction_and_leaves_out_what_never_came():
     assert second.value == Stats(elements=1, nonfinite=1)
     assert first.inputs == describe([2.0, 4.0, 8.0])
     np.testing.assert_array_equal(first.sample, np.float32([1.0, 7.0, 9.0]))  # every second of five
-    np.testing.assert_array_equal(second.sample, np.float32([math.inf, 8.0]))  # every second of four
+    np.testing.assert_array_equal(second.sample, np.float32([math.inf, 9.0]))  # every third of four
 
 
 def test_gradients_of_one_backward_pass_are_one_reading():
