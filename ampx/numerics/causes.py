@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -22,7 +22,6 @@ from .places import (
     listed_names,
     masked_whole,
     outermost,
-    where_raised,
 )
 from .probe import Reading, Stats
 
@@ -156,14 +155,18 @@ class Case:
     @property
     def cancelled(self) -> Reading | None:
         """The difference that became zero or negative: the dtype holds what it is in float32, and not its terms."""
-        healthy = self.healthy or {}
-        forward = (entry for entry in self.readings if entry.direction == "forward" and entry is not self.place)
-        own = (entry for entry in forward if entry.module == self.place.module)
-        pairs = ((entry, exact.value) for entry in own if (exact := healthy.get(key_of(entry))) is not None)
-        lost = ((entry, exact) for entry, exact in pairs if _loses(entry.value, exact))
-        entry, exact = next(lost, (None, Stats()))
-        held = entry is not None and exact.smallest >= self.form.smallest
-        return entry if held and normalised(entry.operation) in _DIFFERENCES else None
+        lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact))
+        entry, exact = next(lost, (self.place, Stats()))
+        is_difference = normalised(entry.operation) in _DIFFERENCES and entry is not self.place
+        return entry if is_difference and exact.smallest >= self.form.smallest else None
+
+    def _own_pairs(self) -> Iterator[tuple[Reading, Stats]]:
+        """Walk over the other values of the same module in the forward pass, each with what it is in float32."""
+        for entry in self.readings:
+            exact = (self.healthy or {}).get(key_of(entry))
+            own = entry.module == self.place.module and entry.direction == "forward" and entry is not self.place
+            if own and exact is not None:
+                yield entry, exact.value
 
     @property
     def beyond(self) -> bool:
@@ -313,12 +316,17 @@ def find_fault(
         return Fault("learning rate", f"{growth}; {dtype} only fails first", low.readings, position)
     if position is None:
         return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
+    kind, why = _cause(_case(low, position, exact, dtype, scale))
+    return Fault(kind, f"in the {Place.of(low.readings[position])}, {why}", low.readings, position)
+
+
+def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:
+    """Return a failing place with what is known of it in float32."""
     place = low.readings[position]
     # Casts are numbered otherwise in float32, where there are fewer: they are judged by what they are given.
     judged_alone = family(place.operation) == "cast" and bool(place.inputs.elements) and not place.inputs.nonfinite
     other = None if judged_alone else exact.get(key_of(place))
-    kind, why = _cause(Case(place, other, dtype, low.readings, scale, healthy=exact))
-    return Fault(kind, f"in the {Place.of(place)}, {why}", low.readings, position)
+    return Case(place, other, dtype, low.readings, scale, healthy=exact)
 
 
 def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
@@ -444,24 +452,24 @@ def _large_data(reference: Seen, position: int | None, growth: Growth | None) ->
 def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     """Say why a framework raises in low precision what it does not raise in float32: for a constant, as a rule.
 
-    The place is one in float32.
+    The place is one in float32: the first value that the run that raised did not come to.
     """
-    form, readings = FORMATS[dtype], reference.readings
+    readings, form = reference.readings, FORMATS[dtype]
     reached = {key_of(entry) for entry in refusal.seen}
-    missed = [
-        (position, entry)
-        for position, entry in enumerate(readings)
-        if entry.direction == "forward" and key_of(entry) not in reached
-    ]
-    constant = next((pair for pair in missed if is_mask_constant(pair[1].value, form.largest)), None)
+    missed = [position for position, entry in enumerate(readings) if key_of(entry) not in reached]
+    constant = next((position for position in missed if _overflows_as_mask(readings[position], form)), None)
     if constant is not None:
-        position, place = constant
+        place = readings[constant]
         why = f"the constant {place.value.lowest:.3g} is beyond {dtype}'s lowest number, {-form.largest:.5g}"
-        return Fault("mask", f"in the {Place.of(place)}, {why}: {refusal.message}", readings, position)
-    position = where_raised(refusal.seen, readings)
-    known = None if position is None else Place.of(readings[position])
-    at = "" if known is None else f"in the {known}, "
-    if refusal.line and (known is None or not known.place):
-        at += f"in {refusal.line}, "
+        return Fault("mask", f"in the {Place.of(place)}, {why}: {refusal.message}", readings, constant)
+    # Which casts there are depends on the dtype.
+    position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
+    places = [] if position is None else [Place.of(readings[position])]
+    lines = [refusal.line] if refusal.line and not any(place.place for place in places) else []
+    at = "".join((*(f"in the {place}, " for place in places), *(f"in {line}, " for line in lines)))
     why = f"{at}it cannot be computed in {dtype}, only in float32: {refusal.message}"
     return Fault("error", why, readings, position)
+
+
+def _overflows_as_mask(entry: Reading, form: Format) -> bool:
+    return entry.direction == "forward" and is_mask_constant(entry.value, form.largest)

@@ -81,8 +81,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
 
-# Runs the batch with a change.
-Again: TypeAlias = Callable[[Change], "Seen | Refusal"]
+# Runs the batch with a change; it is passed the names of all modules, too.
+Again: TypeAlias = Callable[[Change, Sequence[str]], "Seen | Refusal"]
 
 
 class Search:
@@ -103,8 +103,18 @@ class Search:
         self._fault, self._reference, self._dtype, self._again, self._scale = fault, reference, dtype, again, scale
         self._exact = {key_of(entry): entry for entry in reference.readings}
 
-    def cure(self) -> Change | None:
-        """Return the change that cures the batch; None where none of those tried does."""
+    def cure(self, settled: Seen | None = None) -> Change | None:
+        """Return the change that cures the batch; None where none of those tried does, or nothing is to be cured.
+
+        Args:
+            settled: The batch with a loss scale of 1, where that was tried and is finite.
+        """
+        if self._fault.kind == "loss scale" and settled is not None:
+            self.experiments.append(self._judged(Change(scale=1.0), settled))
+        return self._in_float32() if self._fault.kind in PRECISION else None
+
+    def _in_float32(self) -> Change | None:
+        """Keep more and more modules in float32."""
         kept: tuple[str, ...] = ()
         readings, position = self._fault.readings, self._fault.position
         while position is not None and len(self.experiments) < TRIES:
@@ -134,14 +144,14 @@ class Search:
 
     def _attempt(self, change: Change) -> Seen | None:
         """Run the batch with a change, and note what came out."""
-        seen = self._again(change)
+        seen = self._again(change, [entry.module for entry in self._reference.readings])
         if isinstance(seen, Refusal):
             self.experiments.append(Experiment(str(change), math.nan, math.nan, False, False, seen.message))
             return None
-        self.experiments.append(self.judged(change, seen))
+        self.experiments.append(self._judged(change, seen))
         return seen
 
-    def judged(self, change: Change, seen: Seen) -> Experiment:
+    def _judged(self, change: Change, seen: Seen) -> Experiment:
         """Return what came out of a change."""
         loss = seen.replayed.loss
         error = relative_error(np.array([loss]), np.array([self._reference.replayed.loss]))
@@ -162,21 +172,23 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
     around it. None for none.
     """
     module = readings[position].module
-    if module and not any(_holds(name, module) for name in kept):
+    if module and not _is_part(module, kept):
         return module
-    outputs = [entry for entry in readings[:position] if entry.direction == "forward" and not entry.operation]
-    names = [entry.module for entry in outputs if entry.module]
-    leaves = (name for name in reversed(names) if not any(inside(other, name) for other in names))
-    taken = (*kept, module) if module else kept
-    before = (name for name in leaves if not any(_holds(other, name) for other in taken))
     around = outer_name(module) if module else None
-    return next(before, None) or (around if around and around not in kept else None)
+    return _before(readings[:position], (*kept, module)) or (around if around not in kept else None) or None
+
+
+def _before(readings: Sequence[Reading], taken: Sequence[str]) -> str | None:
+    """Return the last module without modules inside that has returned, and is no part of others."""
+    names = [entry.module for entry in readings if entry.direction == "forward" and not entry.operation]
+    leaves = (name for name in reversed(names) if name and not any(inside(other, name) for other in names))
+    return next((name for name in leaves if not _is_part(name, taken)), None)
 
 
 def _fails_forward_in(module: str, readings: Sequence[Reading], position: int | None) -> bool:
     entry = None if position is None else readings[position]
-    return entry is not None and entry.direction == "forward" and _holds(module, entry.module)
+    return entry is not None and entry.direction == "forward" and _is_part(entry.module, (module,))
 
 
-def _holds(outer: str, name: str) -> bool:
-    return name == outer or inside(name, outer)
+def _is_part(name: str, modules: Sequence[str]) -> bool:
+    return any(module and (name == module or inside(name, module)) for module in modules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -75,20 +75,24 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return what fails and why, what cures it, the bracket, what to do, and the risks that bear on it, as text."""
-        lines = [f"{self.kind}: {self.why}"]
-        cures = [entry for entry in self.experiments if entry.cures]
-        lines += [f"  cure, tried: {cures[-1]}"] if cures else [f"  no cure: {entry}" for entry in self.experiments]
-        place = self.first_nonfinite
-        if place is not None and self.kind == "error":
-            lines.append(f"  raises: {place}; in float32 from values {_range(place.inputs)}")
-        elif place is not None:
-            last, first = ("finite", "non-finite") if place.value.nonfinite else ("right", "wrong")
-            if self.last_finite is not None:
-                lines.append(f"  {f'last {last}:':<18}{self.last_finite}: {_range(self.last_finite.value)}")
-            lines.append(f"  {f'first {first}:':<18}{place}: {_range(place.value)}, from {_range(place.inputs)}")
+        lines = [f"{self.kind}: {self.why}", *self._tried(), *self._bracket()]
         if self.advice:
             lines += ["", *(f"    {line}" for line in self.advice.splitlines())]
         return "\n".join([*lines, *(f"  risk: {risk.text}" for risk in self.risks)])
+
+    def _tried(self) -> list[str]:
+        cures = [entry for entry in self.experiments if entry.cures]
+        return [f"  cure, tried: {cures[-1]}"] if cures else [f"  no cure: {entry}" for entry in self.experiments]
+
+    def _bracket(self) -> list[str]:
+        place, before = self.first_nonfinite, self.last_finite
+        if place is None:
+            return []
+        if self.kind == "error":
+            return [f"  raises: {place}; in float32 from values {_range(place.inputs)}"]
+        last, first = ("finite", "non-finite") if place.value.nonfinite else ("right", "wrong")
+        lines = [] if before is None else [f"  {f'last {last}:':<18}{before}: {_range(before.value)}"]
+        return [*lines, f"  {f'first {first}:':<18}{place}: {_range(place.value)}, from {_range(place.inputs)}"]
 
 
 def _range(stats: Stats) -> str:
@@ -186,9 +190,9 @@ def examined(
         growth: How far training has diverged in float32, if it has.
     """
     if isinstance(low, Refusal):
-        return _concluded(refusal_fault(low, reference, dtype), None, reference, dtype, scale, again, None)
+        return _concluded(refusal_fault(low, reference, dtype), None, reference, dtype, scale, again)
     overflows = low is not reference and math.isfinite(low.replayed.loss) and low.overflows
-    unscaled = again(Change(scale=1.0)) if again is not None and overflows and scale != 1 else None
+    unscaled = again(Change(scale=1.0), ()) if again is not None and overflows and scale != 1 else None
     settled = unscaled if isinstance(unscaled, Seen) and unscaled.finite else None
     fault = find_fault(low, reference, dtype, scale, settled, growth)
     return _concluded(fault, low, reference, dtype, scale, again, settled)
@@ -196,9 +200,7 @@ def examined(
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscaled: Seen | None = None) -> Diagnosis:
     """Say where a batch first fails, and why, and try nothing: see `find_fault` for the arguments."""
-    settled = unscaled if unscaled is not None and unscaled.finite else None
-    fault = find_fault(low, reference, dtype, scale, settled)
-    return _concluded(fault, low, reference, dtype, scale, None, settled)
+    return _concluded(find_fault(low, reference, dtype, scale, unscaled), low, reference, dtype, scale, None)
 
 
 def _concluded(
@@ -208,38 +210,30 @@ def _concluded(
     dtype: str,
     scale: float,
     again: Again | None,
-    settled: Seen | None,
+    settled: Seen | None = None,
 ) -> Diagnosis:
     """Return the diagnosis of a fault, after trying what may cure it; `settled` is the batch with a scale of 1."""
-    loss = math.nan if low is None else low.replayed.loss
+    fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
     fails = not reference.finite
-    if fault is None:
-        fault = Fault("healthy", f"the loss and all gradients are finite in {dtype}")
-    experiments: tuple[Experiment, ...] = ()
-    cure = None
-    search = Search(fault, reference, dtype, again, None if settled is None else 1.0) if again is not None else None
-    if search is not None and fault.kind == "loss scale" and settled is not None:
-        experiments = (search.judged(Change(scale=1.0), settled),)
-    elif search is not None and fault.kind in PRECISION and not fails:
-        cure = search.cure()
-        experiments = tuple(search.experiments)
+    cure, experiments = None, []
+    if again is not None and not fails:
+        search = Search(fault, reference, dtype, again, None if settled is None else 1.0)
+        cure, experiments = search.cure(settled), search.experiments
         fault = _of_producer(fault, cure, dtype) if search.lost_before and cure is not None else fault
     place = fault.place
-    before = None if fault.position is None else last_finite(fault.readings, fault.position)
-    dangers = () if low is None else risks(low, reference, dtype, scale if fault.kind == "healthy" else None)
     return Diagnosis(
         fault.kind,
         dtype,
         scale,
-        loss,
+        math.nan if low is None else low.replayed.loss,
         reference.replayed.loss,
         fails,
-        before,
+        None if fault.position is None else last_finite(fault.readings, fault.position),
         None if place is None else Place.of(place),
         f"{fault.why}.",
         _advice(fault, dtype, fails, cure, bool(experiments)),
-        dangers,
-        experiments,
+        () if low is None else risks(low, reference, dtype, scale if fault.kind == "healthy" else None),
+        tuple(experiments),
     )
 
 
@@ -302,9 +296,8 @@ def diagnose(
     scale = fitting_scale(casting.dtype, reference) if loss_scale is None else loss_scale
     if casting is FLOAT32:
         return examined(reference, reference, chosen, scale, None)
-    modules = [entry.module for entry in reference.readings]
 
-    def again(change: Change) -> Seen | Refusal:
+    def again(change: Change, modules: Sequence[str]) -> Seen | Refusal:
         try:
             changed = batch.casting(change.dtype or chosen, level, allow, deny)
             forced = {**changed.forced, **kept_in_float32(change.float32, modules)}

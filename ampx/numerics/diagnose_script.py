@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.errors import TrialError
@@ -81,7 +81,7 @@ def diagnose_script(
                 return None, _report(trial, first, notes)
     assert step is not None
     try:
-        return _look(trial, step, what, first, notes, run, progress)
+        return _look_at(trial, step, what, first, notes, run, progress)
     except TrialError as error:
         if what or first is None:
             raise
@@ -89,7 +89,7 @@ def diagnose_script(
         return None, _report(trial, first, notes)
 
 
-def _look(
+def _look_at(
     trial: Trial,
     step: int,
     what: str,
@@ -109,75 +109,84 @@ def _look(
         run: Runs a trial.
         progress: Is called with what is done now.
     """
-    program, settings = trial.program, trial.settings
-    before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
-    watched = replace(
-        trial,
-        settings=replace(settings, watched=True),
-        steps=step,
-        watched=before,
-        gradients=before,  # in adversarial training, optimizers take turns
-        watching=Watching("float16", operations=True, samples=SAMPLES),
-        stop_at_fault=False,
-    )
-
-    def ran(words: str, **changes: Any) -> Outcome:
-        progress(f"{program.name}: step {step} again, {words} …")
-        options = {name: changes.pop(name) for name in ("forced", "float32", "watched") if name in changes}
-        return _reach(replace(watched, settings=replace(watched.settings, **changes), **options), step, run)
-
-    low = ran("watched")
-    dtype = low.dtype
-    if (
-        what == "loss"
-        and first is not None
-        and math.isfinite(_loss(low, step))
-        and not math.isfinite(_loss(first, step))
-    ):
+    runs = _Runs(trial, step, run, progress)
+    low = runs.run("watched")
+    dtype, scale = low.dtype, low.scale_at(step)
+    if what == "loss" and first is not None and math.isfinite(_loss(low, step)):
         notes.append(f"The loss was finite when the step was run again: the script {DIFFERS}.")
-    low_step = _refusal(low, step) or _seen(low, step)
-    reference, exact_step = low, low_step
-    if dtype != "float32":
-        reference, exact_step = _reference(low, step, dtype, ran)
-    if not isinstance(exact_step, Seen):
+    low_step = runs.seen(low)
+    reference = low if dtype == "float32" else runs.reference(low)
+    exact_step = runs.seen(reference)
+    if isinstance(exact_step, Refusal):
         raise TrialError(
-            f"{program.name} raises after {reference.steps} steps in float32, too: "
+            f"{trial.program.name} raises after {reference.steps} steps in float32, too: "
             f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
             f"precision is innocent."
         )
+    growth = _growth(reference, step) if reference.dtype == "float32" else None
+    diagnosis = examined(exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth)
+    if isinstance(low_step, Seen):
+        notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
+    agreement = _agreement(low_step, exact_step, dtype, scale)
+    look = _Look(step, what, low, diagnosis, agreement)
+    return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
 
-    def again(change: Change) -> Seen | Refusal:
-        names = [entry.module for entry in exact_step.readings]
-        changes: dict[str, Any] = {} if change.scale is None else {"loss_scale": change.scale}
-        changes |= {} if change.dtype is None else {"dtype": change.dtype}
+
+class _Runs:
+    """Runs of a script up to one step, in which it is watched."""
+
+    def __init__(
+        self, trial: Trial, step: int, run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
+    ) -> None:
+        """Start with nothing run; for the arguments see `_look_at`."""
+        self._step, self._run, self._progress = step, run, progress
+        before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
+        self._trial = replace(
+            trial,
+            settings=replace(trial.settings, watched=True),
+            steps=step,
+            watched=before,
+            gradients=before,  # in adversarial training, optimizers take turns
+            watching=Watching("float16", operations=True, samples=SAMPLES),
+            stop_at_fault=False,
+        )
+
+    def run(self, words: str, trial: Mapping[str, Any] | None = None, **settings: Any) -> Outcome:
+        """Run the script with changes to the trial and to its settings."""
+        self._progress(f"{self._trial.program.name}: step {self._step} again, {words} …")
+        changed = replace(self._trial, settings=replace(self._trial.settings, **settings), **(trial or {}))
+        return _reach(changed, self._step, self._run)
+
+    def seen(self, outcome: Outcome) -> Seen | Refusal:
+        """Return the step of a run as a replay, or what it raised."""
+        return _refusal(outcome, self._step) or _seen(outcome, self._step)
+
+    def reference(self, low: Outcome) -> Outcome:
+        """Run the step in float32.
+
+        A finite loss is compared with that of the same weights and state: casting is off in that step only. Whether
+        float32 fails, or raises, is asked of a run that is in float32 from its first step: what crosses steps is not
+        half of each.
+        """
+        if self._step > 1 and math.isfinite(_loss(low, self._step)):
+            only = {"float32": (self._step,), "watched": (self._step,)}
+            same = self.run("with casting off", only, dtype=low.dtype)
+            seen = self.seen(same)
+            if isinstance(seen, Seen) and seen.finite:
+                return same
+        return self.run("in float32 from the first step on", dtype="float32")
+
+    def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
+        """Run the step with a change; `modules` are the names of all."""
+        trial = {"forced": kept_in_float32(change.float32, modules), "watched": (self._step,)}
+        settings = {"loss_scale": change.scale, "dtype": change.dtype}
         try:
-            outcome = ran(str(change), forced=kept_in_float32(change.float32, names), watched=(step,), **changes)
+            outcome = self.run(
+                str(change), trial, **{name: value for name, value in settings.items() if value is not None}
+            )
         except TrialError as error:
             return Refusal(str(error).splitlines()[0])
-        return _refusal(outcome, step) or _seen(outcome, step)
-
-    growth = _growth(reference, step) if reference.dtype == "float32" else None
-    diagnosis = examined(low_step, exact_step, dtype, low.scale_at(step), again, growth)
-    if isinstance(low_step, Seen):
-        notes += [*_off(settings, low), *(note for outcome in (low, reference) for note in outcome.notes)]
-    agreement = _agreement(low_step, exact_step, dtype, low.scale_at(step))
-    report = _report(trial, first or low, notes, low, diagnosis, what, step, agreement)
-    return (diagnosis if what or diagnosis.kind != "healthy" else None), report
-
-
-def _reference(low: Outcome, step: int, dtype: str, ran: Callable[..., Outcome]) -> tuple[Outcome, Seen | Refusal]:
-    """Return the step in float32, as a run and as a replay.
-
-    A finite loss is compared with that of the same weights and state: casting is off in that step only. Whether float32
-    fails, or raises, is asked of a run that is in float32 from its first step: what crosses steps is not half of each.
-    """
-    if step > 1 and math.isfinite(_loss(low, step)):
-        same = ran("with casting off", dtype=dtype, float32=(step,), watched=(step,))
-        seen = _refusal(same, step) or _seen(same, step)
-        if isinstance(seen, Seen) and seen.finite:
-            return same, seen
-    own = ran("in float32 from the first step", dtype="float32")
-    return own, _refusal(own, step) or _seen(own, step)
+        return self.seen(outcome)
 
 
 def _growth(outcome: Outcome, step: int) -> Growth | None:
@@ -186,7 +195,8 @@ def _growth(outcome: Outcome, step: int) -> Growth | None:
     if len(looked_at) < 2:
         return None
     since, now = looked_at[0], looked_at[-1]
-    before, loss = abs(_loss(outcome, since)), max(abs(_loss(outcome, at)) for at in looked_at[1:])
+    losses = [abs(_loss(outcome, at)) for at in looked_at]
+    before, loss = losses[0], max(filter(math.isfinite, losses[1:]), default=math.inf)
     first, last = outcome.readings[since], outcome.readings[now]
     outputs, later = _largest_outputs(first), _largest_outputs(last)
     factors = {name: later[name] / outputs[name] for name in outputs.keys() & later.keys() if outputs[name]}
@@ -335,38 +345,61 @@ def _nothing_failed(seen: Outcome) -> str:
     )
 
 
-def _report(
-    trial: Trial,
-    seen: Outcome,
-    notes: Sequence[str],
-    low: Outcome | None = None,
-    diagnosis: Diagnosis | None = None,
-    what: str = "",
-    step: int | None = None,
-    agreement: str = "",
-) -> dict[str, Any]:
-    """Return the report.
+@dataclass(frozen=True)
+class _Look:
+    """A step that was looked at.
 
-    Args:
-        trial: The run.
-        seen: What was seen of it.
-        notes: Sentences.
-        low: The run in which the step was watched; None where no step was looked at.
-        diagnosis: Of the step.
-        what: Why it was looked at; "" where nothing failed.
-        step: The step.
+    Attributes:
+        step: Its number.
+        what: Why it; "" where nothing failed.
+        low: The run in which it was watched.
+        diagnosis: Of it.
         agreement: How far modules agree with float32 there.
     """
-    looked_at, risks = (None, ()) if diagnosis is None else (step, diagnosis.risks)
-    if diagnosis is not None and (what or diagnosis.kind != "healthy"):
-        verdict, fault = f"Step {step}: {diagnosis.kind}: {diagnosis.why}", what or "wrong"
-    else:
-        diagnosis, verdict, fault = None, _nothing_failed(seen), what or None
-    if diagnosis is None and looked_at is not None:
-        seen_there = "some risks, which did no harm" if risks else "no risks"
-        verdict += f" Step {looked_at} was compared with float32: {agreement}, and there are {seen_there}."
-    watched = () if low is None or step is None else low.readings.get(step, ())
+
+    step: int
+    what: str
+    low: Outcome
+    diagnosis: Diagnosis
+    agreement: str
+
+    @property
+    def fails(self) -> bool:
+        """Whether there is something to say of it."""
+        return bool(self.what) or self.diagnosis.kind != "healthy"
+
+    def verdict(self, seen: Outcome) -> str:
+        """Return one sentence or two."""
+        if self.fails:
+            return f"Step {self.step}: {self.diagnosis.kind}: {self.diagnosis.why}"
+        dangers = "some risks, which did no harm" if self.diagnosis.risks else "no risks"
+        compared = f"Step {self.step} was compared with float32: {self.agreement}, and there are {dangers}."
+        return f"{_nothing_failed(seen)} {compared}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON types."""
+        readings = self.low.readings.get(self.step, ())
+        return {
+            "step": self.step if self.fails else None,
+            "looked_at": self.step,
+            "fault": self.what or ("wrong" if self.fails else None),
+            "diagnosis": self.diagnosis.to_json() if self.fails else None,
+            "risks": plain(self.diagnosis.risks),
+            "modules": [_of_module(entry) for entry in readings if not entry.operation],
+            "map": _map(self.low),
+        }
+
+
+_NOT_LOOKED: Final = {
+    **dict.fromkeys(("step", "looked_at", "fault", "diagnosis", "map")),
+    "risks": [],
+    "modules": [],
+}
+
+
+def _report(trial: Trial, seen: Outcome, notes: Sequence[str], look: _Look | None = None) -> dict[str, Any]:
     run = seen.to_json()
+    mistakes = seen.mistakes if look is None else (*seen.mistakes, *look.low.mistakes)
     return {
         "schema": SCHEMA,
         "script": trial.program.name,
@@ -375,17 +408,10 @@ def _report(
         "dtype": seen.dtype,
         "seed": trial.seed,
         "steps": seen.steps,
-        "step": step if diagnosis is not None else None,
-        "looked_at": looked_at,
-        "fault": fault,
-        **{name: run[name] for name in ("losses", "losses_of")},
-        "skipped": seen.skipped,
-        "diagnosis": None if diagnosis is None else diagnosis.to_json(),
-        "risks": plain(risks),
-        "modules": [_of_module(entry) for entry in watched if not entry.operation],
-        "map": None if low is None else _map(low),
-        "verdict": verdict,
-        "mistakes": list(dict.fromkeys((*seen.mistakes, *(() if low is None else low.mistakes)))),
+        **{name: run[name] for name in ("losses", "losses_of", "skipped")},
+        **(_NOT_LOOKED if look is None else look.to_json()),
+        "verdict": _nothing_failed(seen) if look is None else look.verdict(seen),
+        "mistakes": list(dict.fromkeys(mistakes)),
         "notes": list(dict.fromkeys(notes)),
         "origin": origin(seen.versions),
     }

@@ -115,13 +115,14 @@ def _is_meant(readings: Sequence[Reading], position: int) -> bool:
 def masked_whole(readings: Sequence[Reading]) -> int | None:
     """Return the position of the first NaN, where it comes of infinities that only a mask is made of."""
     first = next((position for position, entry in enumerate(readings) if entry.value.nan), None)
-    if first is None or readings[first].inputs.nan or not readings[first].inputs.nonfinite:
+    entry = None if first is None else readings[first]
+    if entry is None or entry.inputs.nan or not entry.inputs.nonfinite:
         return None
-    made = [entry for entry in readings[:first] if entry.value.nonfinite and not entry.inputs.nonfinite]
-    if made:
-        return first if all(family(entry.operation) == "mask" for entry in made) else None
-    # They came as an input. Of a bad batch a product makes NaN before a softmax does.
-    return first if re.search("softmax|attention", normalised(readings[first].operation)) else None
+    broken = (other for other in readings[:first] if other.value.nonfinite)
+    made = {family(other.operation) for other in broken if not other.inputs.nonfinite}
+    # Those that were not made came as an input. Of a bad batch a product makes NaN before a softmax does.
+    by_mask = made == {"mask"} if made else re.search("softmax|attention", normalised(entry.operation))
+    return first if by_mask else None
 
 
 def last_finite(readings: Sequence[Reading], position: int) -> Place | None:
@@ -187,20 +188,6 @@ def error_of(entry: Reading, other: Reading | None) -> float:
     if other is None or entry.sample is None or other.sample is None or entry.sample.shape != other.sample.shape:
         return 0.0
     return relative_error(entry.sample, other.sample)
-
-
-def where_raised(seen: Sequence[Reading], reference: Sequence[Reading]) -> int | None:
-    """Return the position of the first value in float32 that the run that raised did not come to; None without any.
-
-    Casts are left out: which there are depends on the dtype.
-    """
-    reached = {key_of(entry) for entry in seen}
-    missing = (
-        position
-        for position, entry in enumerate(reference)
-        if key_of(entry) not in reached and family(entry.operation) != "cast"
-    )
-    return next(missing, None)
 
 
 def listed_names(names: Sequence[str]) -> str:
