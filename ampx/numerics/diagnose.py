@@ -71,6 +71,8 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types; numbers that are not finite are strings."""
         result: dict[str, Any] = plain(self)
+        for entry, experiment in zip(result["experiments"], self.experiments, strict=True):
+            entry["text"] = str(experiment)
         return {**result, "precision_is_innocent": self.precision_is_innocent}
 
     def __str__(self) -> str:

@@ -351,7 +351,7 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
     diagnosis = examined(Refusal("RuntimeError: no", exact.readings[:2], "train.py:3"), exact, "bfloat16", 1.0, None)
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("error", "index_add")
     assert diagnosis.advice.splitlines() == [
-        "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # keep it in float32",
+        "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # may cure it: keep it in float32",
         "model = amp.prepare(model)  # which has that module, before wrap_optimizer",
     ]
     assert "  raises: forward pass, module 'block', operation index_add" in str(diagnosis)
