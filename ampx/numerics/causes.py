@@ -455,8 +455,7 @@ def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     The place is one in float32: the first value that the run that raised did not come to.
     """
     readings, form = reference.readings, FORMATS[dtype]
-    reached = {key_of(entry) for entry in refusal.seen}
-    missed = [position for position, entry in enumerate(readings) if key_of(entry) not in reached]
+    missed = _missed(refusal.seen, readings)
     constant = next((position for position in missed if _overflows_as_mask(readings[position], form)), None)
     if constant is not None:
         place = readings[constant]
@@ -464,11 +463,17 @@ def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
         return Fault("mask", f"in the {Place.of(place)}, {why}: {refusal.message}", readings, constant)
     # Which casts there are depends on the dtype.
     position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
-    places = [] if position is None else [Place.of(readings[position])]
-    lines = [refusal.line] if refusal.line and not any(place.place for place in places) else []
-    at = "".join((*(f"in the {place}, " for place in places), *(f"in {line}, " for line in lines)))
-    why = f"{at}it cannot be computed in {dtype}, only in float32: {refusal.message}"
+    place = "" if position is None else f"in the {Place.of(readings[position])}, "
+    known = position is not None and readings[position].place
+    line = f"in {refusal.line}, " if refusal.line and not known else ""
+    why = f"{place}{line}it cannot be computed in {dtype}, only in float32: {refusal.message}"
     return Fault("error", why, readings, position)
+
+
+def _missed(seen: Sequence[Reading], readings: Sequence[Reading]) -> list[int]:
+    """Return the positions of values that another run did not come to."""
+    reached = {key_of(entry) for entry in seen}
+    return [position for position, entry in enumerate(readings) if key_of(entry) not in reached]
 
 
 def _overflows_as_mask(entry: Reading, form: Format) -> bool:

@@ -130,17 +130,13 @@ def compare_script(
     disturbance = busy() if repeats else []
     warm_up = warm_up_of(steps, 10)
     if not warm_up:
-        if sweep is not None:
-            raise InvalidOptionError(
-                f"--sweep {sweep.option} times steps, and --steps {steps} leaves none to time; accepted: {TIMED_STEPS} "
-                f"or more. Pass more steps."
-            )
+        _check_steps(steps, sweep)
         progress(f"{steps} steps are too few to time (--steps {TIMED_STEPS} or more is timed): every dtype runs once …")
         repeats = 1
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
     timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
     if failed and timed.keys() == {REFERENCE}:
-        raise next(iter(failed.values())) if len(failed) == 1 else TrialError("\n".join(map(str, failed.values())))
+        raise _all_failed(failed)
     references = timed.pop(REFERENCE)
     compared = {name: _compare(name, references, outcomes, bool(warm_up)) for name, outcomes in timed.items()}
     exact = _watch(trial, timed, references, compared, run, progress)
@@ -168,6 +164,20 @@ def compare_script(
         "verdict": " ".join(entry["verdict"] for entry in compared.values()) or _nothing_compared(reference),
         "origin": origin(reference.versions),
     }
+
+
+def _check_steps(steps: int, sweep: Sweep | None) -> None:
+    """Raise where too few steps are left for a sweep, which times them."""
+    if sweep is not None:
+        raise InvalidOptionError(
+            f"--sweep {sweep.option} times steps, and --steps {steps} leaves none to time; accepted: {TIMED_STEPS} "
+            f"or more. Pass more steps."
+        )
+
+
+def _all_failed(failed: Mapping[str, TrialError]) -> TrialError:
+    errors = list(failed.values())
+    return errors[0] if len(errors) == 1 else TrialError("\n".join(map(str, errors)))
 
 
 def _nothing_compared(reference: Outcome) -> str:

@@ -41,7 +41,8 @@ class Change:
 
     def __str__(self) -> str:
         """Name the change."""
-        names = " and ".join(map(repr, self.float32))
+        *rest, last = map(repr, self.float32 or ("",))
+        names = f"{', '.join(rest)} and {last}" if rest else last if self.float32 else ""
         words = [f"with module{'s' if len(self.float32) > 1 else ''} {names} in float32"] if names else []
         words += [] if self.dtype is None else [f"in {self.dtype}"]
         words += [] if self.scale is None else [f"with a loss scale of {self.scale:g}"]

@@ -114,9 +114,9 @@ def _is_meant(readings: Sequence[Reading], position: int) -> bool:
 
 def masked_whole(readings: Sequence[Reading]) -> int | None:
     """Return the position of the first NaN, where it comes of infinities that only a mask is made of."""
-    first = next((position for position, entry in enumerate(readings) if entry.value.nan), None)
-    entry = None if first is None else readings[first]
-    if entry is None or entry.inputs.nan or not entry.inputs.nonfinite:
+    first = next((position for position, entry in enumerate(readings) if entry.value.nan), 0)
+    entry = readings[first] if readings else None
+    if entry is None or entry.inputs.nan or not (entry.value.nan and entry.inputs.nonfinite):
         return None
     broken = (other for other in readings[:first] if other.value.nonfinite)
     made = {family(other.operation) for other in broken if not other.inputs.nonfinite}

@@ -301,7 +301,7 @@ def test_values_that_are_finite_are_not_called_nonfinite():
     """1e-9 is zero in float16, whose smallest number is 6e-8."""
     model = nn.Sequential(linear(8, 1.0), Lambda(lambda x: x.float() * 1e9))
     batch = torch.full((4, 8), 1e-9)
-    diagnosis = diagnose(lambda m: m(batch).float().mean(), model, dtype="float16", device="cpu")
+    diagnosis = diagnose(lambda m: m(batch).float().mean() * 1e-9, model, dtype="float16", device="cpu")
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("flush", "0")
     assert math.isfinite(diagnosis.loss)
     assert "non-finite" not in str(diagnosis)
