@@ -234,9 +234,18 @@ def _concluded(
         None if place is None else Place.of(place),
         f"{fault.why}.",
         _advice(fault, dtype, fails, cure, bool(experiments)),
-        () if low is None else risks(low, reference, dtype, scale if fault.kind == "healthy" else None),
+        ()
+        if low is None
+        else _bearing(fault, risks(low, reference, dtype, scale if fault.kind == "healthy" else None)),
         tuple(experiments),
     )
+
+
+def _bearing(fault: Fault, dangers: tuple[Risk, ...]) -> tuple[Risk, ...]:
+    """Leave out the risks that have nothing to do with a fault: those of other modules."""
+    if fault.kind == "healthy":
+        return dangers
+    return tuple(risk for risk in dangers if fault.place is not None and fault.place.module in risk.where)
 
 
 def _of_producer(fault: Fault, cure: Change, dtype: str) -> Fault:

@@ -114,15 +114,18 @@ def _is_meant(readings: Sequence[Reading], position: int) -> bool:
 
 def masked_whole(readings: Sequence[Reading]) -> int | None:
     """Return the position of the first NaN, where it comes of infinities that only a mask is made of."""
-    first = next((position for position, entry in enumerate(readings) if entry.value.nan), 0)
-    entry = readings[first] if readings else None
-    if entry is None or entry.inputs.nan or not (entry.value.nan and entry.inputs.nonfinite):
+    first = next((position for position, entry in enumerate(readings) if entry.value.nan), None)
+    if first is None or readings[first].inputs.nan or not readings[first].inputs.nonfinite:
         return None
-    broken = (other for other in readings[:first] if other.value.nonfinite)
+    return first if _come_of_masks(readings, first) else None
+
+
+def _come_of_masks(readings: Sequence[Reading], position: int) -> bool:
+    """Return whether the infinities that a value receives are made by masks, or come as an input of a softmax."""
+    broken = (other for other in readings[:position] if other.value.nonfinite)
     made = {family(other.operation) for other in broken if not other.inputs.nonfinite}
-    # Those that were not made came as an input. Of a bad batch a product makes NaN before a softmax does.
-    by_mask = made == {"mask"} if made else re.search("softmax|attention", normalised(entry.operation))
-    return first if by_mask else None
+    # Of a bad batch a product makes NaN before a softmax does.
+    return made == {"mask"} if made else bool(re.search("softmax|attention", normalised(readings[position].operation)))
 
 
 def last_finite(readings: Sequence[Reading], position: int) -> Place | None:

@@ -127,7 +127,7 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
         parts += [page.heading("Updates and gradients"), page.table(METER_HEAD, meters)]
     parts += [lost_map(meter) for facts in report["dtypes"].values() for meter in facts["meters"]]
     if report["sweep"] is not None:
-        parts += [page.heading(f"Over {report['sweep']['option']}"), page.svg(_draw_sweep(report))]
+        parts += [page.heading(f"Over {report['sweep']['option']}"), page.svg(_draw_sweep(report, _empty_figure()))]
         parts += map(page.paragraph, sweep_failures(report["sweep"]))
     for name, facts in report["dtypes"].items():
         modules = facts["modules"]
@@ -225,10 +225,13 @@ def sweep_failures(sweep: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
+def _empty_figure() -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained") if figure is None else figure
+    return Figure(figsize=(9.0, 3.6), layout="constrained")
+
+
+def _draw_sweep(report: Mapping[str, Any], figure: Any) -> Any:
     speed, memory = figure.subplots(1, 2)
     points = report["sweep"]["points"]
     for name in swept_dtypes(report["sweep"]):
