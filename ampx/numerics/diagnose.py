@@ -157,17 +157,22 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
 
 def _advice(fault: Fault, dtype: str, float32_fails: bool, cure: Change | None, tried: bool) -> str:
     """Return what to do, as code: what was seen to cure it first, then what was not tried."""
-    place = fault.place
-    own = _in_the_script(fault.kind, place, dtype)
+    own = _in_the_script(fault.kind, fault.place, dtype)
     if float32_fails or fault.kind not in PRECISION:
         return own
+    first = _in_float32(fault, dtype, cure, tried)
+    fits = dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
+    wide = _WIDE if fits and first != _WIDE and (cure is not None or not tried) else ""
+    heading = "# or, which was not tried:" if first else "# may cure it, and was not tried:"
+    return "\n".join(filter(None, (first, *(f"{heading}\n{text}" for text in (own, wide) if text))))
+
+
+def _in_float32(fault: Fault, dtype: str, cure: Change | None, tried: bool) -> str:
+    """Return what cures a fault of precision; where nothing was tried, what may; "" where what was tried does not."""
     if cure is not None:
-        first = _WIDE if cure.dtype else _denied(cure.float32, dtype, True)
-    else:
-        module = "" if place is None else place.module
-        first = "" if tried and module else _denied((module,), dtype, False) or _REGION
-    other = _WIDE if dtype == "float16" and first != _WIDE and fault.kind in ("overflow", "sum", "flush") else ""
-    return "\n# or, which was not tried:\n".join(filter(None, (first, own, other)))
+        return _WIDE if cure.dtype else _denied(cure.float32, dtype, True)
+    module = "" if fault.place is None else fault.place.module
+    return "" if tried and module else _denied((module,), dtype, False) or _REGION
 
 
 # -- diagnosis ---------------------------------------------------------------------------------------------------------
