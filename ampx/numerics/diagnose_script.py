@@ -18,7 +18,7 @@ from .compare import module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
 from .places import of_the_step, outermost
-from .probe import Reading, Replayed, Stats, Watching
+from .probe import Reading, Replayed, Watching
 from .trial import DIFFERS, Outcome, Trial, run_trial
 from .tune import kept_in_float32
 
@@ -208,11 +208,11 @@ def _growth(outcome: Outcome, step: int) -> Growth | None:
 
 
 def _receives_alike(first: Sequence[Reading], last: Sequence[Reading], module: str) -> bool:
-    """Return whether the model of a module receives no larger numbers than before."""
-    inputs = [
-        Stats() if entry is None else entry.inputs for entry in (outermost(first, module), outermost(last, module))
-    ]
-    return inputs[1].largest <= _ALIKE * inputs[0].largest and not inputs[1].nonfinite
+    """Return whether the model of a module receives no larger numbers than before, as far as that is known."""
+    before, now = outermost(first, module), outermost(last, module)
+    if before is None or now is None:
+        return False
+    return now.inputs.largest <= _ALIKE * before.inputs.largest and not now.inputs.nonfinite
 
 
 def _largest_outputs(readings: Sequence[Reading]) -> dict[str, float]:

@@ -60,7 +60,7 @@ def of_the_step(readings: Sequence[Reading]) -> tuple[Reading, ...]:
 
     Where no module computes, nothing tells where the step begins.
     """
-    first = next((position for position, entry in enumerate(readings) if entry.kind), 0)
+    first = next((position for position, entry in enumerate(readings) if entry.module or entry.kind), 0)
     backward = [position for position, entry in enumerate(readings) if entry.direction == "backward"]
     return tuple(readings[first : backward[-1] + 1 if backward else None])
 
