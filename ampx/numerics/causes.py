@@ -463,10 +463,10 @@ def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
         return Fault("mask", f"in the {Place.of(place)}, {why}: {refusal.message}", readings, constant)
     # Which casts there are depends on the dtype.
     position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
-    place = "" if position is None else f"in the {Place.of(readings[position])}, "
-    known = position is not None and readings[position].place
-    line = f"in {refusal.line}, " if refusal.line and not known else ""
-    why = f"{place}{line}it cannot be computed in {dtype}, only in float32: {refusal.message}"
+    where = "" if position is None else f"in the {Place.of(readings[position])}, "
+    has_line = position is not None and readings[position].place
+    line = f"in {refusal.line}, " if refusal.line and not has_line else ""
+    why = f"{where}{line}it cannot be computed in {dtype}, only in float32: {refusal.message}"
     return Fault("error", why, readings, position)
 
 

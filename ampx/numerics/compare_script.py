@@ -371,7 +371,7 @@ def _conclusion(facts: Mapping[str, Any]) -> str:
 
 
 def _skips_most(facts: Mapping[str, Any]) -> bool:
-    return 0 < facts["steps"] <= 2 * len(facts["skipped"])
+    return bool(0 < facts["steps"] <= 2 * len(facts["skipped"]))
 
 
 def _speed_decided(speed: Mapping[str, Any] | None) -> str | None:

@@ -390,7 +390,7 @@ class _Look:
         }
 
 
-_NOT_LOOKED: Final = {
+_NOT_LOOKED: Final[dict[str, Any]] = {
     **dict.fromkeys(("step", "looked_at", "fault", "diagnosis", "map")),
     "risks": [],
     "modules": [],

@@ -123,9 +123,13 @@ def masked_whole(readings: Sequence[Reading]) -> int | None:
 def _come_of_masks(readings: Sequence[Reading], position: int) -> bool:
     """Return whether the infinities that a value receives are made by masks, or come as an input of a softmax."""
     broken = (other for other in readings[:position] if other.value.nonfinite)
-    made = {family(other.operation) for other in broken if not other.inputs.nonfinite}
+    origins = {family(other.operation) for other in broken if not other.inputs.nonfinite}
     # Of a bad batch a product makes NaN before a softmax does.
-    return made == {"mask"} if made else bool(re.search("softmax|attention", normalised(readings[position].operation)))
+    return (
+        origins == {"mask"}
+        if origins
+        else bool(re.search("softmax|attention", normalised(readings[position].operation)))
+    )
 
 
 def last_finite(readings: Sequence[Reading], position: int) -> Place | None:

@@ -55,8 +55,8 @@ def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) ->
     """Return what may do harm with other data, or costs speed; the arguments are those of `_Pair`."""
     if dtype == "float32":
         return ()
-    found = (find(_Pair(low, reference, dtype, scale)) for find in _KINDS)
-    return tuple(risk for risk in found if risk is not None)
+    pair = _Pair(low, reference, dtype, scale)
+    return tuple(risk for find in _KINDS if (risk := find(pair)) is not None)
 
 
 def _shapes(pair: _Pair) -> Risk | None:
