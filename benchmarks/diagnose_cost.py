@@ -29,7 +29,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), Energy())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 for step in range(steps):
-    x = torch.randn(64, width) * (1e5 if step == steps - 1 else 1.0)
+    x = torch.randn(64, width) * (1e4 if step == steps - 1 else 1.0)
     optimizer.zero_grad()
     model(x).float().mean().backward()
     optimizer.step()
