@@ -255,7 +255,8 @@ def _bearing(fault: Fault, dangers: tuple[Risk, ...]) -> tuple[Risk, ...]:
 
 def _of_producer(fault: Fault, cure: Change, dtype: str) -> Fault:
     """Name the module whose output lost what is missed at the place: float32 there cures it, and not at the place."""
-    outputs = (position for position, entry in enumerate(fault.readings) if not entry.operation)
+    # A module around the place returns after it, and cures it as its own.
+    outputs = (position for position, entry in enumerate(fault.readings[: fault.position]) if not entry.operation)
     position = next((at for at in outputs if fault.readings[at].module in cure.float32), None)
     if position is None or fault.place is None or fault.place.module in cure.float32:
         return fault
