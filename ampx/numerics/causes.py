@@ -66,6 +66,7 @@ class Fault:
         readings: Of the run that shows it.
         position: Of the failing place in these; None where no value tells.
         stays_finite: The loss is finite, and wrong.
+        cancels: At the place a difference lost its digits: a module before it may have rounded them away.
     """
 
     kind: Kind
@@ -73,6 +74,7 @@ class Fault:
     readings: Sequence[Reading] = ()
     position: int | None = None
     stays_finite: bool = False
+    cancels: bool = False
 
     @property
     def place(self) -> Reading | None:
@@ -316,8 +318,10 @@ def find_fault(
         return Fault("learning rate", f"{growth}; {dtype} only fails first", low.readings, position)
     if position is None:
         return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
-    kind, why = _cause(_case(low, position, exact, dtype, scale))
-    return Fault(kind, f"in the {Place.of(low.readings[position])}, {why}", low.readings, position)
+    case = _case(low, position, exact, dtype, scale)
+    kind, why = _cause(case)
+    cancels = case.cancelled is not None
+    return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position, cancels=cancels)
 
 
 def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:

@@ -195,8 +195,8 @@ def _growth(outcome: Outcome, step: int) -> Growth | None:
     if len(looked_at) < 2:
         return None
     since, now = looked_at[0], looked_at[-1]
-    losses = [abs(_loss(outcome, at)) for at in looked_at]
-    before, loss = losses[0], max(filter(math.isfinite, losses[1:]), default=math.inf)
+    before, losses = abs(_loss(outcome, since)), [abs(_loss(outcome, at)) for at in range(since + 1, step + 1)]
+    loss = max(filter(math.isfinite, losses), default=math.inf)
     first, last = outcome.readings[since], outcome.readings[now]
     outputs, later = _largest_outputs(first), _largest_outputs(last)
     factors = {name: later[name] / outputs[name] for name in outputs.keys() & later.keys() if outputs[name]}
