@@ -100,7 +100,7 @@ class Search:
             scale: The loss scale to try with; None for that of the batch.
         """
         self.experiments: list[Experiment] = []
-        self.lost_before = False  # in float32 the place fails as well, by what it receives
+        self.lost_before = False  # in float32 digits cancel at the place as well: they were lost before
         self._fault, self._reference, self._dtype, self._again, self._scale = fault, reference, dtype, again, scale
         self._exact = {key_of(entry): entry for entry in reference.readings}
 
@@ -128,7 +128,8 @@ class Search:
                 return Change(self._needed(kept), self._scale)
             if seen is not None:
                 readings, position = seen.readings, self._failing(seen)
-                self.lost_before |= len(kept) == 1 and _fails_forward_in(kept[0], readings, position)
+                first = self._fault.cancels and len(kept) == 1
+                self.lost_before |= first and _fails_forward_in(kept[0], readings, position)
         wider = Change(scale=1.0, dtype="bfloat16")
         if self._dtype == "float16" and self._fault.kind in RANGE:
             self._attempt(wider)

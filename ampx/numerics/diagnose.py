@@ -226,7 +226,7 @@ def _concluded(
     if again is not None and not fails:
         search = Search(fault, reference, dtype, again, None if settled is None else 1.0)
         cure, experiments = search.cure(settled), search.experiments
-        fault = _of_producer(fault, cure, dtype) if search.lost_before and fault.cancels and cure is not None else fault
+        fault = _of_producer(fault, cure, dtype) if search.lost_before and cure is not None else fault
     place = fault.place
     return Diagnosis(
         fault.kind,
