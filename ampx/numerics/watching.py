@@ -376,7 +376,7 @@ def sample_slices(sizes: Sequence[int], samples: int) -> tuple[slice, ...]:
         sizes: Elements of each tensor.
         samples: At most so many elements are in the sample, of all tensors together.
     """
-    step, before, slices = stride(sum(sizes), samples), 0, []
+    step, before, slices = stride(sum(sizes), samples, *sizes), 0, []
     for size in sizes:
         slices.append(slice(-before % step, None, step))
         before += size
