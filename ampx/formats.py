@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from .errors import UnsupportedDtypeError
 from .policy import normalise_dtype
@@ -58,8 +58,29 @@ FORMATS: Final[dict[str, Format]] = {
     "float8_e5m2": Format(57344.0, 2.0**-14, 2.0**-16, 3),
     "float8_e4m3": Format(448.0, 2.0**-6, 2.0**-9, 4, infinite=False),
 }
+_DIGITS: Final = "~"
 # As frameworks call those that are no dtypes of `ampx.init`.
 _ALIASES: Final = {"float8_e4m3fn": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2"}
+
+
+def digits_of(dtype: str) -> str:
+    """Return the name by which `Probe.force` rounds to the bits of a dtype, and leaves the range as it is."""
+    return f"{dtype}{_DIGITS}"
+
+
+def find_digits(name: str) -> int | None:
+    """Return the bits of the significand that `digits_of` names; None for the name of a dtype."""
+    dtype = name.removesuffix(_DIGITS)
+    return None if dtype == name else FORMATS[dtype].bits
+
+
+def to_digits(values: Any, bits: int) -> Any:
+    """Return float32 numbers rounded to nearest with so many bits, by Dekker's splitting.
+
+    What is not finite, or becomes so on the way because it is huge, is NaN: put the number itself in its place.
+    """
+    large = values * (2.0 ** (FORMATS["float32"].bits - bits) + 1)
+    return large - (large - values)
 
 
 def find_format(dtype: object) -> str:

@@ -27,7 +27,7 @@ from .casting import mark_of, to_dtype
 from .products import product
 from .rules import FOLLOW, FULL, LOW, JaxPlan, primitives
 from .scopes import Scope, dtype_for, scopes_of
-from .taps import SIMULATED, rounded_input, rounded_output, tap, tap_p
+from .taps import rounded_input, rounded_output, rounds, tap, tap_p
 
 # Told of each operation that is cast, and of its dtype, while it is traced; `ampx run` sets it.
 watch: Callable[[str, str], None] | None = None
@@ -202,7 +202,7 @@ class _ByModule:
     def leaving(self, atom: Any, scopes: Sequence[Scope]) -> Any:
         """Return a value as it is behind the forced module that computed it."""
         value, home = self.read(atom), self._home(atom)
-        if home is None or home.dtype not in SIMULATED or not is_narrow(value):
+        if home is None or not rounds(home.dtype) or not is_narrow(value):
             return value
         return value if home.name in [scope.name for scope in scopes] else rounded_output(value, home.dtype)
 
@@ -214,7 +214,7 @@ class _ByModule:
         value = self.leaving(atom, scopes)
         if region is None:
             return value
-        return rounded_input(value, region.dtype) if region.dtype in SIMULATED else to_dtype(value, region.dtype)
+        return rounded_input(value, region.dtype) if rounds(region.dtype) else to_dtype(value, region.dtype)
 
 
 def _region(mode: Mode, scopes: Sequence[Scope], last: _Region | None, place: int) -> _Region | None:
@@ -284,7 +284,7 @@ def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     region = mode.region
     if region is not None and region.dtype == "float32":
         return _wide(mode, equation, values)
-    if region is not None and region.dtype not in SIMULATED and mode.low is not None:
+    if region is not None and not rounds(region.dtype) and mode.low is not None:
         mode = replace(mode, plan=replace(mode.low, dtype=region.dtype))  # type: ignore[arg-type]
     mode = _in_region(mode, equation)
     plan = mode.plan

@@ -22,7 +22,7 @@ import numpy as np
 from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import DetachedLossError
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, find_digits, to_digits
 from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names
 from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Reading, Replayed, Step, Watch, Watching
@@ -295,7 +295,7 @@ class _Rounding:
         """Have the gradient of a block's output rounded before anybody sees it."""
         dtype = self._force.dtype(block)
         output = forward(*inputs, **options)
-        if dtype is None or dtype not in SIMULATED or is_traced(inputs):
+        if dtype is None or is_traced(inputs) or (dtype not in SIMULATED and find_digits(dtype) is None):
             return output
         with _quiet():
             return dtypes.each(output, lambda leaf: _tapped(leaf, lambda gradient: rounded(gradient, dtype)))
@@ -321,6 +321,10 @@ class _Rounded(mx.autograd.Function):
 def rounded(tensor: Any, dtype: str) -> Any:
     """Round the elements of an array as a dtype would, to nearest even, and keep the array's own dtype."""
     with mx.autograd.pause(), _quiet():
+        bits = find_digits(dtype)
+        if bits is not None:
+            nearest = to_digits(tensor.astype("float32"), bits).astype(tensor.dtype)
+            return mx.nd.where(mx.nd.abs(nearest) < math.inf, nearest, tensor)
         if dtype in dtypes.DTYPES:
             return dtypes.cast_tensor(tensor, cast(Dtype, dtype)).astype(tensor.dtype)
         return dtypes.nearest(tensor, FORMATS[dtype]).astype(tensor.dtype)
@@ -419,7 +423,7 @@ class MXNetProbe(Probe):
         force = _Force(Names(model, named), dtypes)
         with ExitStack() as stack:
             before = switch.current()
-            for dtype in sorted(set(dtypes.values()) - SIMULATED - {"float32"}):
+            for dtype in sorted(set(dtypes.values()) & FORMATS.keys() - SIMULATED - {"float32"}):
                 # Installed once, not in every call of a block; outside of the blocks the thread casts as before.
                 stack.enter_context(casting.region(_plan(dtype), True))
                 stack.enter_context(switch.Region(before))

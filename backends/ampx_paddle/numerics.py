@@ -25,7 +25,7 @@ from paddle.autograd.backward_mode import backward  # `ampx run` patches the pub
 
 from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, find_digits, to_digits
 from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names
 from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Replayed, Step, Watch, Watching
@@ -267,7 +267,7 @@ def _in_backward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def computes(dtype: str) -> bool:
     """Return whether the present device computes in a low dtype."""
-    return dtype not in SIMULATED and not paddle.get_device().startswith("cpu")
+    return dtype not in SIMULATED and find_digits(dtype) is None and not paddle.get_device().startswith("cpu")
 
 
 class _Force(Forcer):
@@ -338,6 +338,10 @@ def _both_ways(tensor: Any, dtype: str) -> Any:
 def rounded(tensor: Any, dtype: str) -> Any:
     """Round the elements of a tensor as a dtype would, to nearest even, and keep the tensor's own dtype."""
     with _quiet():
+        bits = find_digits(dtype)
+        if bits is not None:
+            nearest = to_digits(tensor.astype("float32"), bits).astype(tensor.dtype)
+            return paddle.where(paddle.isfinite(nearest), nearest, tensor)
         if dtype in _CAST:
             return tensor.astype(dtype).astype(tensor.dtype)
         limits = FORMATS[dtype]

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import ampx
 from ampx.backend import CastPlan, Device, leaves, map_leaves
+from ampx.formats import find_digits
 from ampx.modules import FORCES, WATCHERS, CallInterceptors, Names
 from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Replayed, Step, Watching
@@ -75,7 +76,7 @@ class ToyForcer(Forcer):
 
     def __init__(self, names: Names, dtypes: Mapping[str, str], simulated: frozenset[str]) -> None:
         for dtype in dtypes.values():
-            if dtype not in FLOATING and dtype not in simulated:
+            if dtype not in FLOATING and dtype not in simulated and find_digits(dtype) is None:
                 raise ampx.UnsupportedDtypeError(
                     f"dtype={dtype!r} is neither computed nor simulated by the toy; accepted: "
                     f"{', '.join([*FLOATING, *sorted(simulated)])}. Pass one of these."
