@@ -489,7 +489,8 @@ class GenericBackend(Backend):
         """Clip unscaled gradients by value, then by global L2 norm.
 
         Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out. Gradients that
-        hang on parameters are modified in place.
+        hang on parameters are modified in place. The squares of finite gradients may overflow float32: they are added
+        up in float64.
 
         Returns:
             The clipped gradients, and the norm before clipping by norm (None where `max_norm` is None).

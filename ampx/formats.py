@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Final
@@ -117,6 +118,15 @@ def spelled(name: str) -> str:
         raise UnsupportedDtypeError(f"--dtype: {error}{simulated}") from error
 
 
-def stride(elements: int, samples: int) -> int:
-    """Return the distance between the elements of a sample."""
-    return max(1, -(-elements // samples))
+def stride(elements: int, samples: int, *sizes: int) -> int:
+    """Return the distance between the elements of a sample.
+
+    It has no factor of the number of elements, so none of any dimension: a sample is drawn across rows and columns.
+
+    Args:
+        elements: Of one tensor, or of several that are sampled as one.
+        samples: At most so many elements are in the sample.
+        sizes: Elements of each of several.
+    """
+    distance, common = max(1, -(-elements // samples)), math.lcm(*filter(None, sizes or (elements,)))
+    return next(step for step in itertools.count(distance) if math.gcd(step, common) == 1)

@@ -67,7 +67,7 @@ def describe(values: Any, dtype: str = "float16") -> Stats:
 
 
 def sample(values: Any, samples: int) -> Array:
-    """Return at most so many elements as float32: those at multiples of `ceil(elements / samples)`, row by row."""
+    """Return at most so many elements as float32: those at multiples of a stride, row by row."""
     flat = np.asarray(values).reshape(-1)
     return flat[sample_slices([flat.size], samples)[0]].astype(np.float32)
 

@@ -61,6 +61,16 @@ class ToyWatcher(Watcher):
         return output
 
 
+@contextmanager
+def operations_watched(watcher: ToyWatcher) -> Iterator[None]:
+    """Have a watcher see the toy's operations."""
+    framework.around_operations.append(watcher.around_operation)
+    try:
+        yield
+    finally:
+        framework.around_operations.remove(watcher.around_operation)
+
+
 class ToyForcer(Forcer):
     """Computes modules in dtypes of their own."""
 
@@ -101,20 +111,10 @@ class ToyProbe(Probe):
             else frozenset()
         )
 
-    @contextmanager
-    def watch(self, model: Module | None, watching: Watching) -> Iterator[Watcher]:
+    def watch(self, model: Module | None, watching: Watching) -> AbstractContextManager[Watcher]:
         """Read what modules compute."""
-        names = Names(model, Module.named_modules)
-        names.check(watching.modules, "watch")
-        watcher = ToyWatcher(TENSORS, watching, names)
-        with calls.around((WATCHERS, watcher)):
-            if watching.operations:
-                framework.around_operations.append(watcher.around_operation)
-            try:
-                yield watcher
-            finally:
-                if watching.operations:
-                    framework.around_operations.remove(watcher.around_operation)
+        watcher = ToyWatcher(TENSORS, watching, Names(model, Module.named_modules))
+        return watcher.looking([calls.around((WATCHERS, watcher))], operations_watched)
 
     @contextmanager
     def force(self, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
