@@ -26,8 +26,7 @@ from torch.nn import functional as F
 torch.manual_seed(0)
 """
 
-# Truth: nothing needs float32. Gradients of a sum over 256 pictures do not fit with the first loss scale. What is drawn
-# is drawn in float32, as in PyTorch's own example: in 16 bits the generator draws other numbers.
+# Truth: nothing needs float32. Gradients of a sum over 256 pictures do not fit with the first loss scale.
 AUTOENCODER = """
 class Autoencoder(nn.Module):
     def __init__(self):
