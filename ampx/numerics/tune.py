@@ -22,9 +22,8 @@ from ampx.formats import digits_of
 from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
-from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
+from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, in_one_line, plain, scaled
 from .compare import Comparison, ModuleError, check_tolerance, compared, worst_errors
-from .diagnose import in_one_line
 from .operations import failing, family
 from .probe import Reading, Replayed, Step, Watching
 from .timing import speed_in_words
@@ -707,7 +706,9 @@ class _BatchSearch(Search[_Replay]):
         return (1,) if math.isfinite(run.seen.replayed.loss) and run.seen.overflows else ()
 
     def failure(self, run: _Replay) -> str:
-        return f"the step raises {run.raised}" if run.raised else self.tolerance.exceeded(self.distance(run.seen, self.scale))
+        if run.raised:
+            return f"the step raises {run.raised}"
+        return self.tolerance.exceeded(self.distance(run.seen, self.scale))
 
     def distance(self, low: Seen, scale: float) -> Distance:
         """Return how far a run is from float32's: loss, gradients and modules, or for inference loss and output."""

@@ -27,9 +27,9 @@ from ampx.run.program import Program
 
 from .batch import FLOAT32, Seen, fitting_scale, scaled
 from .compare import ModuleError, error_map, relative_error
-from .diagnose import where_raised
 from .journal import Journal, digest_of
 from .operations import failing
+from .places import key_of
 from .probe import Reading, Replayed, Watching
 from .timing import busy
 from .tolerance import Distance, Tolerance, by_count, by_rounding, percent, uniform
@@ -270,8 +270,9 @@ class _ScriptSearch(Search[Outcome]):
         """Return modules, the likeliest to be needed in float32 first; where the script raised, the one that did so."""
         reference, low = self.reference.readings[1], self.first.unscaled_readings(1)
         errors = list(self.errors[1])
-        missing = where_raised(low, reference) if self.first.raised else None
-        if missing is not None:
+        reached = {key_of(entry) for entry in low}
+        missing = next((entry for entry in reference if key_of(entry) not in reached), None)
+        if self.first.raised and missing is not None:
             error = math.inf if missing.direction == "forward" else 0.0
             errors.append(
                 ModuleError(missing.module, missing.kind, missing.direction, missing.call, self.dtype, error, 0.0)
