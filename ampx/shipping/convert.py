@@ -21,7 +21,8 @@ from ampx.errors import (
     shown,
 )
 from ampx.numerics.compare import bound, check_tolerance, relative_error
-from ampx.numerics.tune import LARGEST_TOLERANCE, minimal
+from ampx.numerics.tolerance import LARGEST_TOLERANCE
+from ampx.numerics.tune import minimal
 from ampx.plugins import default_registry
 from ampx.policy import Dtype, normalise_dtype
 from ampx.session import listed, sessions

@@ -324,6 +324,7 @@ class ForceTests(PrecisionTests):
         reading, near = only(readings, names[1]), 1 + 2.0**-7
         received = np.array([near, 2.0**-60 * near, -near, 2.0**100 * near, -3.4e38, math.inf, 0.0], np.float32)
         assert reading.dtype == "float32"
+        assert reading.sample is not None
         np.testing.assert_array_equal(reading.sample[:4], received[:4] / 4)
         np.testing.assert_allclose(reading.sample[4:], received[4:] / 4, rtol=2.0**-8)
         gradient = np.full(len(inputs), near / 4, np.float32)
