@@ -7,6 +7,7 @@ It runs in the environment that has the framework's libraries, writes `FRAMEWORK
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent / "kit")]
+if __name__ == "__main__":  # what is scored is the tree of this file, whatever is installed
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "backends"), *([before] if before else [])])
 
 import forks  # noqa: E402 -- behind the path on which they are
 from corpus import FRAMEWORKS, Case, cases, imported, is_healthy, losses_of  # noqa: E402
