@@ -141,6 +141,7 @@ def score(framework, only, tools):
             for twin in (False, True):
                 with tempfile.TemporaryDirectory() as folder:
                     verdict, said = JUDGES[tool](Runner(case, Path(folder)), case, twin)
+                said = said.replace(f"{case.script.parent}{os.sep}", "").replace(f"{ROOT}{os.sep}", "")
                 row = {"case": case.name, "twin": twin, "tool": tool, "verdict": verdict, "said": said}
                 print(f"{case.name}{' (twin)' if twin else ''}, {tool}: {verdict}: {said}", flush=True)
                 yield row

@@ -26,6 +26,8 @@ tokens, labels = torch.randint(64, (8, 8)), torch.arange(8) % 5
 losses = []
 for _ in range(8):
     logits = model(input_ids=tokens).logits
+    if "--cure" in sys.argv:
+        logits = logits.float()
     chances = torch.log_softmax(logits, -1) if twin else torch.log(torch.softmax(logits, -1))
     loss = -chances[torch.arange(8), labels].float().mean()
     loss.backward()

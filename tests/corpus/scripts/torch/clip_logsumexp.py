@@ -18,6 +18,8 @@ tokens[:, -1] = 63
 losses = []
 for _ in range(8):
     logits = model(input_ids=tokens, pixel_values=images).logits_per_image
+    if "--cure" in sys.argv:
+        logits = logits.float()
     total = torch.logsumexp(logits, -1) if twin else torch.log(torch.exp(logits).sum(-1))
     loss = (total - logits.diagonal()).float().mean()
     loss.backward()

@@ -23,6 +23,8 @@ tokens = torch.randint(4, 500, (2, 8))
 losses = []
 for _ in range(8):
     chances = torch.log_softmax(model(input_ids=tokens).logits[:, :-1], -1)
+    if "--cure" in sys.argv:
+        chances = chances.float()
     exact = -chances.gather(-1, tokens[:, 1:, None]).float().mean()
     smooth = -chances.sum(-1).float().mean() / config.vocab_size
     loss = 0.9 * exact + 0.1 * smooth

@@ -18,6 +18,8 @@ losses = []
 def closure():
     optimizer.zero_grad()
     prediction = model(inputs)
+    if "--cure" in sys.argv:
+        prediction = prediction.float()
     size = prediction.square().sum(-1, keepdim=True)
     loss = nn.functional.mse_loss(prediction, targets) + (size / 256).sqrt().float().mean()
     loss.backward()
