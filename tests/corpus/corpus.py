@@ -12,7 +12,7 @@ of ours sees the case:
 - `dtype`: the precision in which it fails;
 - `kinds`: what it is, in the words of `ampx.diagnose`; several only where each is equally true;
 - `modules`: the modules that make the fault, any of them; `""` for the lines of the script outside of all modules;
-- `code`: a piece of the line at fault, which the place that a tool names must hold where no module is named;
+- `code`: a piece of the line at fault, which the place that a tool names must hold where there, or by it, is no module;
 - `deny`: what to keep in float32, that cures it; `operations` are an equally true choice;
 - `edit`: what `--cure` edits;
 - `float32`: "fails" where precision is innocent;

@@ -1,6 +1,6 @@
 """Other tools on a script of PyTorch in PyTorch's own mixed precision: what they print, as text.
 
-    python tests/corpus/others_torch.py detect_anomaly float16 SCRIPT [--twin]
+    python tests/corpus/others_torch.py set_detect_anomaly float16 SCRIPT [--twin]
 
 The loss scale halves itself as in `native_torch.py`. The last line is JSON: the module that the tool names, or the last
 line of the script in what it says, and its words.
@@ -45,7 +45,7 @@ def main():
     register_optimizer_step_post_hook(watch.after_step)
     if tool == "DebugUnderflowOverflow":
         watched_by_transformers(watch)
-    torch.autograd.set_detect_anomaly(tool == "detect_anomaly")
+    torch.autograd.set_detect_anomaly(tool == "set_detect_anomaly")
     sys.argv, said = [script, *options], io.StringIO()
     casting = torch.autocast("cpu", DTYPES[dtype], cache_enabled=False)
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), casting, warnings.catch_warnings():
@@ -55,13 +55,11 @@ def main():
         except Exception:
             traceback.print_exc()
     text = said.getvalue()
-    frames = re.findall(r"^\s+\S+\s+\S+ (.+)$|^\s{10,}(\S+) \w+$", text, re.M) if "Detected inf/nan" in text else []
-    modules = re.findall(r"^\s+([\w.]+) \w+$", text, re.M) if frames else []
-    lines = re.findall(rf"{re.escape(script)}\", line (\d+)", text)
-    blamed = "Detected inf/nan" in text or "returned nan values" in text or "Error" in text
-    first = lines[0] if "Error detected in" in text and lines else (lines[-1] if lines else "")
-    place = {"module": modules[-1] if modules else None, "line": first if blamed else "", "said": text[-1500:]}
-    print(json.dumps({**place, "blamed": blamed}))
+    modules = re.findall(r"^\s+([\w.]+) \w+$", text, re.M) if "Detected inf/nan" in text else []
+    lines = re.findall(rf'File "{re.escape(script)}", line (\d+)', text)
+    blamed = bool(modules) or "returned nan values" in text or "Traceback" in text
+    line = f"{script}:{lines[0 if 'Error detected in' in text else -1]}" if blamed and lines else ""
+    print(json.dumps({"module": modules[-1] if modules else None, "line": line, "blamed": blamed, "said": text[-1500:]}))
 
 
 if __name__ == "__main__":
