@@ -15,6 +15,7 @@ of ours sees the case:
 - `code`: a piece of the line at fault, which the place that a tool names must hold where there, or by it, is no module;
 - `deny`: what to keep in float32, that cures it; `operations` are an equally true choice;
 - `edit`: what `--cure` edits;
+- `no_cure`: a piece of advice that was measured not to cure it;
 - `float32`: "fails" where precision is innocent;
 - `tolerance`: how far the losses of a healthy run may be from float32's, relative to the largest; 0.05 if not named;
 - `quick`: whether every run of the tests has it, and not `make test-all` only;
@@ -61,6 +62,7 @@ class Case:
     deny: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
     edit: str = ""
+    no_cure: str = ""
     float32: str = "healthy"
     tolerance: float = 0.05
     seen: str = ""

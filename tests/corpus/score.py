@@ -102,6 +102,8 @@ def diagnosed(runner, case, twin):
         cured = runner.is_cured_by(policy_of(case, json.loads(deny[1].replace("'", '"'))))
     else:
         cured = bool(case.edit) and bool(diagnosis["advice"])
+    if case.no_cure and case.no_cure in diagnosis["advice"]:
+        cured = False
     return ("right and curing" if cured else "right without cure"), said
 
 
