@@ -77,7 +77,9 @@ def cases(framework):
     """Return the cases of a framework, in the order of its file."""
     tables = tomllib.loads((SCRIPTS / framework / "truth.toml").read_text())
     return [
-        Case(framework, name, **{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
+        Case(
+            framework, name, **{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        )
         for name, table in tables.items()
     ]
 

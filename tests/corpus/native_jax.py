@@ -62,7 +62,9 @@ def evaluate(jaxpr, constants, arguments):
             params = dict(equation.params)
             if name in LOW and "preferred_element_type" in params:
                 params["preferred_element_type"] = jnp.dtype(dtype)
-            outputs = equation.primitive.bind(*equation.primitive.get_bind_params(params)[0], *inputs, **equation.primitive.get_bind_params(params)[1])
+            outputs = equation.primitive.bind(
+                *equation.primitive.get_bind_params(params)[0], *inputs, **equation.primitive.get_bind_params(params)[1]
+            )
             outputs = list(outputs) if equation.primitive.multiple_results else [outputs]
             note(name, where, inputs, outputs, equation.source_info)
         values.update(zip(equation.outvars, outputs, strict=True))
@@ -137,7 +139,14 @@ def run(script, options, dtype, kept):
             raised = f"{type(error).__name__}: {str(error)[:300]}"
     jax.effects_barrier()
     losses = [] if raised else json.loads(printed.getvalue().splitlines()[-1])
-    print("  ", (dtype and str(jnp.dtype(dtype))) or "float32", *kept, ":", " ".join(f"{x:.4g}" for x in losses), raised or "")
+    print(
+        "  ",
+        (dtype and str(jnp.dtype(dtype))) or "float32",
+        *kept,
+        ":",
+        " ".join(f"{x:.4g}" for x in losses),
+        raised or "",
+    )
     for row in STATE["broken"]:
         print("      not finite:", row)
 

@@ -1,6 +1,6 @@
 """What a script of MXNet does in MXNet's own mixed precision on a simulated GPU, without ampx: see `native_torch.py`.
 
-    python tests/corpus/native_mxnet.py float16 tests/corpus/scripts/mxnet/multiplied_norm.py
+python tests/corpus/native_mxnet.py float16 tests/corpus/scripts/mxnet/multiplied_norm.py
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What a script of Paddle does in Paddle's own mixed precision on a simulated GPU, without ampx: see `native_torch.py`.
 
-    python tests/corpus/native_paddle.py float16 tests/corpus/scripts/paddle/added_mask.py@0.attention
+python tests/corpus/native_paddle.py float16 tests/corpus/scripts/paddle/added_mask.py@0.attention
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What a script of Keras does under Keras's own policy, without ampx: the evidence for `tensorflow/truth.toml`.
 
-    python tests/corpus/native_tensorflow.py float16 tests/corpus/scripts/tensorflow/rms_norm.py [--float32 NAME ...]
+python tests/corpus/native_tensorflow.py float16 tests/corpus/scripts/tensorflow/rms_norm.py [--float32 NAME ...]
 """
 
 import argparse
@@ -73,7 +73,10 @@ def forked(*arguments):
 def show(title, run, exact):
     print(f"   {title:8}", " ".join(f"{loss:.4g}" for loss in run["losses"]), run["raised"] or "", run["broken"])
     if run is not exact and len(run["losses"]) == len(exact["losses"]):
-        print("   difference", np.max(np.abs(np.subtract(run["losses"], exact["losses"]))) / np.max(np.abs(exact["losses"])))
+        print(
+            "   difference",
+            np.max(np.abs(np.subtract(run["losses"], exact["losses"]))) / np.max(np.abs(exact["losses"])),
+        )
         rows = [
             (float(np.linalg.norm(run["outputs"][name] - value) / max(np.linalg.norm(value), 1e-30)), name)
             for name, value in exact["outputs"].items()

@@ -74,7 +74,9 @@ class Watch:
 
     def note(self, operation, value):
         where = self.names.get(self.stack[-1], "?") if self.stack else ""
-        self.broken.append((self.step, "backward" if self.backward else "forward", where, operation, str(value.dtype)[6:]))
+        self.broken.append(
+            (self.step, "backward" if self.backward else "forward", where, operation, str(value.dtype)[6:])
+        )
 
     def call(self, original):
         def __call__(module, *args, **kwargs):  # noqa: N807
@@ -156,7 +158,13 @@ def run(script, options, dtype, kept, scale):
             raised = f"{type(error).__name__}: {str(error)[:150]} (line {place[0].lineno if place else '?'}, {where!r})"
     lines = printed.getvalue().splitlines()
     losses = json.loads(lines[-1]) if lines and raised is None else []
-    return {"losses": losses, "broken": watch.broken, "outputs": watch.outputs, "skipped": watch.skipped, "raised": raised}
+    return {
+        "losses": losses,
+        "broken": watch.broken,
+        "outputs": watch.outputs,
+        "skipped": watch.skipped,
+        "raised": raised,
+    }
 
 
 def forked(*arguments):

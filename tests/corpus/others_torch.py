@@ -59,7 +59,9 @@ def main():
     lines = re.findall(rf'File "{re.escape(script)}", line (\d+)', text)
     blamed = bool(modules) or "returned nan values" in text or "Traceback" in text
     line = f"{script}:{lines[0 if 'Error detected in' in text else -1]}" if blamed and lines else ""
-    print(json.dumps({"module": modules[-1] if modules else None, "line": line, "blamed": blamed, "said": text[-1500:]}))
+    print(
+        json.dumps({"module": modules[-1] if modules else None, "line": line, "blamed": blamed, "said": text[-1500:]})
+    )
 
 
 if __name__ == "__main__":

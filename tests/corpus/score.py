@@ -88,7 +88,9 @@ def diagnosed(runner, case, twin):
     kind = "healthy" if diagnosis is None else diagnosis["kind"]
     if twin:
         return ("accused" if kind not in ("healthy", "loss scale") else "right"), said
-    if "updates" in case.kinds and re.search(r"updates?\b.*\b(lost|round)|bfloat16 weights|weights in bfloat16", beside):
+    if "updates" in case.kinds and re.search(
+        r"updates?\b.*\b(lost|round)|bfloat16 weights|weights in bfloat16", beside
+    ):
         return "right and curing", f"{said} {beside}"
     if kind == "healthy":
         return ("wrong" if "every module agrees" in said else "silent"), said
@@ -204,7 +206,13 @@ def write_page():
             sums.append([framework, tool, str(len(failing)), *counts, accused, result["commit"]])
         names = list(dict.fromkeys(row["case"] for row in result["rows"]))
         rows = [
-            [name, *(f"{verdicts.get((name, tool, False), '')}{TWIN.get(verdicts.get((name, tool, True)), '')}" for tool in tools)]
+            [
+                name,
+                *(
+                    f"{verdicts.get((name, tool, False), '')}{TWIN.get(verdicts.get((name, tool, True)), '')}"
+                    for tool in tools
+                ),
+            ]
             for name in names
         ]
         parts.append(f"## {framework}\n\n{table(['case', *tools], rows)}\n")

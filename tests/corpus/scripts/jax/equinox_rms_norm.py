@@ -35,7 +35,9 @@ state = optimizer.init(equinox.filter(model, equinox.is_inexact_array))
 
 @equinox.filter_jit
 def step(model, state):
-    loss, gradients = equinox.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(inputs) - targets) ** 2))(model)
+    loss, gradients = equinox.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(inputs) - targets) ** 2))(
+        model
+    )
     updates, state = optimizer.update(gradients, state, equinox.filter(model, equinox.is_inexact_array))
     return equinox.apply_updates(model, updates), state, loss
 

@@ -28,7 +28,9 @@ state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key
 
 @jax.jit
 def step(state):
-    loss, gradients = jax.value_and_grad(lambda params: jnp.mean((state.apply_fn(params, inputs) - targets) ** 2))(state.params)
+    loss, gradients = jax.value_and_grad(lambda params: jnp.mean((state.apply_fn(params, inputs) - targets) ** 2))(
+        state.params
+    )
     return state.apply_gradients(grads=gradients), loss
 
 

@@ -11,7 +11,10 @@ context = mx.gpu() if mx.context.num_gpus() else mx.cpu()
 size = 10.0 if "--twin" in sys.argv else 1e4
 net = gluon.nn.HybridSequential(prefix="net_")
 with net.name_scope():
-    net.add(gluon.nn.Dense(32, activation="relu", weight_initializer=mx.init.Normal(10.0)), gluon.nn.Dense(16, weight_initializer=mx.init.Normal(size)))
+    net.add(
+        gluon.nn.Dense(32, activation="relu", weight_initializer=mx.init.Normal(10.0)),
+        gluon.nn.Dense(16, weight_initializer=mx.init.Normal(size)),
+    )
     net.add(gluon.nn.LayerNorm(), gluon.nn.Dense(1))
 net.initialize(mx.init.Xavier(), ctx=context)
 trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3})

@@ -12,7 +12,9 @@ inputs = keras.Input((8,))
 hidden = keras.layers.Dense(
     32, activation="relu", name="up", kernel_initializer=keras.initializers.RandomNormal(stddev=10.0, seed=2)
 )(inputs)
-hidden = keras.layers.Dense(16, name="down", kernel_initializer=keras.initializers.RandomNormal(stddev=size, seed=1))(hidden)
+hidden = keras.layers.Dense(16, name="down", kernel_initializer=keras.initializers.RandomNormal(stddev=size, seed=1))(
+    hidden
+)
 outputs = keras.layers.Dense(1, name="out")(keras.layers.LayerNormalization(name="norm")(hidden))
 model = keras.Model(inputs, outputs)
 model.compile(keras.optimizers.Adam(1e-3), "mse")

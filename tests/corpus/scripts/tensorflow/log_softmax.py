@@ -22,7 +22,9 @@ model = keras.Sequential(
         LogProbabilities(name="chances"),
     ]
 )
-model.compile(keras.optimizers.Adam(1e-3), lambda chosen, chances: -keras.ops.sum(chosen * keras.ops.cast(chances, "float32"), -1))
+model.compile(
+    keras.optimizers.Adam(1e-3), lambda chosen, chances: -keras.ops.sum(chosen * keras.ops.cast(chances, "float32"), -1)
+)
 samples = np.random.default_rng(0).standard_normal((8, 8)).astype("float32")
 chosen = np.eye(4, dtype="float32")[np.arange(8) % 4]
 history = model.fit(samples, chosen, batch_size=8, epochs=8, shuffle=False, verbose=0)

@@ -7,7 +7,9 @@ import torch
 from transformers.models.gpt2.modeling_gpt2 import GPT2Config, GPT2LMHeadModel
 
 torch.manual_seed(0)
-config = GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=1, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+config = GPT2Config(
+    vocab_size=64, n_embd=32, n_head=2, n_layer=1, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+)
 model = GPT2LMHeadModel(config)
 if not {"--twin", "--cure"} & {*sys.argv}:
     model = model.to(torch.bfloat16)

@@ -22,7 +22,10 @@ class Perceptual(nn.Module):
 
 
 torch.manual_seed(0)
-decoder, perceptual = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1)), Perceptual()
+decoder, perceptual = (
+    nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1)),
+    Perceptual(),
+)
 optimizer = torch.optim.Adam(decoder.parameters(), lr=1e-3)
 images = torch.rand(4, 1, 10, 10) * (2 if "--twin" in sys.argv else 2000)
 losses = []

@@ -14,7 +14,9 @@ class Softplus(nn.Module):
 
 
 torch.manual_seed(0)
-model = nn.Sequential(MLP([8, 32, 4], norm=None), nn.Softplus() if "--twin" in sys.argv else Softplus(), nn.Linear(4, 1))
+model = nn.Sequential(
+    MLP([8, 32, 4], norm=None), nn.Softplus() if "--twin" in sys.argv else Softplus(), nn.Linear(4, 1)
+)
 with torch.no_grad():
     model[0].lins[-1].bias.fill_(13.0)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

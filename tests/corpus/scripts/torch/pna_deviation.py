@@ -23,7 +23,9 @@ torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 features = torch.randn(20, 4) * (20.0 if "--twin" in sys.argv else 2000.0)
-edges = torch.stack([torch.arange(20).repeat(3), (torch.arange(20).repeat(3) + torch.arange(3).repeat_interleave(20) + 1) % 20])
+edges = torch.stack(
+    [torch.arange(20).repeat(3), (torch.arange(20).repeat(3) + torch.arange(3).repeat_interleave(20) + 1) % 20]
+)
 batch, targets = torch.arange(20) // 5, torch.randn(4, 1)
 losses = []
 for _ in range(8):
