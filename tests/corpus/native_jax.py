@@ -62,9 +62,9 @@ def evaluate(jaxpr, constants, arguments):
             params = dict(equation.params)
             if name in LOW and "preferred_element_type" in params:
                 params["preferred_element_type"] = jnp.dtype(dtype)
-            outputs = equation.primitive.bind(
-                *equation.primitive.get_bind_params(params)[0], *inputs, **equation.primitive.get_bind_params(params)[1]
-            )
+            bound = equation.primitive.get_bind_params(params)
+            functions, bound = ((), bound) if isinstance(bound, dict) else bound
+            outputs = equation.primitive.bind(*functions, *inputs, **bound)
             outputs = list(outputs) if equation.primitive.multiple_results else [outputs]
             note(name, where, inputs, outputs, equation.source_info)
         values.update(zip(equation.outvars, outputs, strict=True))

@@ -93,7 +93,8 @@ def diagnosed(runner, case, twin):
     ):
         return "right and curing", f"{said} {beside}"
     if kind == "healthy":
-        return ("wrong" if "every module agrees" in said else "silent"), said
+        claimed = "every module agrees" in said and "updates" not in case.kinds
+        return ("wrong" if claimed else "silent"), said
     place = diagnosis["first_nonfinite"] or {"module": "", "place": ""}
     said += f" [{place['module']!r}, {place['place']}] advice: {diagnosis['advice']}"
     innocent = diagnosis["float32_fails"] and case.float32 == "healthy"

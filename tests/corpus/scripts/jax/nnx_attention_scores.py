@@ -29,7 +29,7 @@ class Network(nnx.Module):
 model = Network(nnx.Rngs(0))
 size = 10.0 if "--twin" in sys.argv else 200.0
 for layer in (model.attention.query, model.attention.key):
-    layer.kernel.value = layer.kernel.value * size
+    layer.kernel.set_value(layer.kernel.get_value() * size)
 optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 inputs = jax.random.normal(jax.random.key(1), (4, 12, 16))
 targets = inputs.mean(-1, keepdims=True)
