@@ -36,6 +36,7 @@ A run is healthy if its losses, without those of skipped steps, are finite and t
 import ast
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def imported(scripts):
     lines = [line for script in scripts for line in ast.parse(script.read_text()).body]
     names = [line.module for line in lines if isinstance(line, ast.ImportFrom)]
     names += [alias.name for line in lines if isinstance(line, ast.Import) for alias in line.names]
-    return [name for name in dict.fromkeys(names) if name not in ("json", "sys", "math")]
+    return [name for name in dict.fromkeys(names) if name not in sys.stdlib_module_names]
 
 
 def losses_of(printed):
