@@ -72,7 +72,7 @@ def forked(*arguments):
 
 def show(title, run, exact):
     print(f"   {title:8}", " ".join(f"{loss:.4g}" for loss in run["losses"]), run["raised"] or "", run["broken"])
-    if run is not exact and len(run["losses"]) == len(exact["losses"]):
+    if run is not exact and run["losses"] and len(run["losses"]) == len(exact["losses"]):
         print(
             "   difference",
             np.max(np.abs(np.subtract(run["losses"], exact["losses"]))) / np.max(np.abs(exact["losses"])),

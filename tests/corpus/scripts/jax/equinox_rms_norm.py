@@ -26,7 +26,7 @@ class Network(equinox.Module):
 
 
 keys = jax.random.split(jax.random.key(0), 3)
-model = Network(equinox.nn.Linear(8, 16, key=keys[0]), RMSNorm(jnp.ones(16)), equinox.nn.Linear(16, 1, key=keys[1]))
+model = Network(equinox.nn.Linear(8, 16, use_bias=False, key=keys[0]), RMSNorm(jnp.ones(16)), equinox.nn.Linear(16, 1, key=keys[1]))
 inputs = jax.random.normal(keys[2], (16, 8)) * (10.0 if "--twin" in sys.argv else 1000.0)
 targets = jnp.sign(inputs[:, :1])
 optimizer = optax.adam(1e-2)
