@@ -240,7 +240,7 @@ class TensorFlowTraining(Training):
 class TestInterruptedSteps(InterruptedStepSuite):
     harness, training = TensorFlowHarness, TensorFlowTraining
     session: ClassVar[Any] = {"level": "O0", "dtype": "float32"}
-    stride, thorough, few = 97, 1, 3
+    stride, few = 97, 3
     takes_old_gradients = False
     timed_out = ("plain", "overflow")
 

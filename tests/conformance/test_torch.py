@@ -174,7 +174,7 @@ class TestScaleOnTheDevice(SkipTests, AccumulationTests, GroupTests, PerLossTest
 class TestInterruptedSteps(InterruptedStepSuite):
     harness = TorchHarness
     session: ClassVar[Any] = {"process_wide": False}
-    stride, thorough, asks_raw_steps = 16, 1, False
+    stride, asks_raw_steps = 16, False
     packages = ("ampx", "ampx_apex", "ampx_torch")
     cases: ClassVar[Any] = {
         **InterruptedStepSuite.cases,

@@ -4,8 +4,6 @@ In JAX a step is a function of values, so an interrupted one has changed nothing
 host: the session, the regions, flax's objects, and what `ampx run` knows of the script.
 """
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,18 +16,13 @@ from ampx.backend import offer
 from ampx.run import Automation, Run, RunSettings
 from ampx.session import sessions
 from ampx_jax import casting
-from interruptions import interrupted_everywhere
+from interruptions import interrupted_everywhere, sampled
 
 PACKAGES = ("ampx", "ampx_jax")
-THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else a part of the lines
 START = jnp.array([[1.0, -2.0], [0.5, 0.25]])
 INPUTS = jnp.array([[1.0, 2.0], [-1.0, 0.5], [0.25, 4.0]])
 
 pytestmark = pytest.mark.usefixtures("nothing_of_its_own", "quiet_end")
-
-
-def places(stride, first=1):
-    return {"after_calls": True} if THOROUGH else {"stride": stride, "first": first}
 
 
 def init(dtype="float16"):
@@ -71,7 +64,7 @@ def test_a_step_after_an_interruption_is_that_without_one(compiled):
     plan = casting.active.value
     count = 0
     for training, place in interrupted_everywhere(
-        lambda: Training(tx, compiled), Training.go_on, PACKAGES, **places(97, 1 + compiled)
+        lambda: Training(tx, compiled), Training.go_on, PACKAGES, **sampled(97, 1 + compiled)
     ):
         count += 1
         assert casting.active.value is plan, place
@@ -116,7 +109,7 @@ def test_objects_of_flax_change_once_or_not_at_all():
         return nnx.BatchNorm(2, momentum=0.5, use_fast_variance=False, rngs=nnx.Rngs(0))
 
     mean = np.asarray(INPUTS.mean(axis=0))
-    for module, place in interrupted_everywhere(start, lambda module: model(module, INPUTS), PACKAGES, **places(53)):
+    for module, place in interrupted_everywhere(start, lambda module: model(module, INPUTS), PACKAGES, **sampled(53)):
         before = np.asarray(module.mean[...])
         assert np.allclose(before, 0.0) or np.allclose(before, mean / 2), place
         model(module, INPUTS)
@@ -173,7 +166,7 @@ def test_an_unedited_script_goes_on_after_an_interruption(by, stride):
         scripts.append(Script(by))
         return scripts[-1]
 
-    for script, place in interrupted_everywhere(start, Script.go_on, PACKAGES, **places(stride)):
+    for script, place in interrupted_everywhere(start, Script.go_on, PACKAGES, **sampled(stride)):
         count += 1
         done = script.done
         if not np.array_equal(script.weights, plainly(*done)):

@@ -6,7 +6,6 @@ Right is what momentum by hand does with the same gradients, which are known: lo
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
@@ -16,9 +15,8 @@ import ampx
 from ampx.session import Amp
 from ampx.testing.base import KitTests
 from ampx.testing.bench import START, Bench
-from interruptions import Interruption, interrupted_everywhere
+from interruptions import Interruption, interrupted_everywhere, sampled
 
-THOROUGH: Final = bool(os.environ.get("AMPX_TEST_ALL"))  # many lines and calls; else a part of the lines
 SCALE: Final = 1024.0
 HISTORY: Final = (1.0, 2.0)
 
@@ -253,7 +251,7 @@ class InterruptedSuite(KitTests):
         training: How a framework trains.
         cases: Arguments of `training`, by name.
         session: Settings of the session.
-        stride: One of so many lines is interrupted; `thorough`: of lines and calls, in `make test-all`.
+        stride: One of so many lines is interrupted.
         few: So many places at least are interrupted in each step.
         packages: What is interrupted; by itself the core and the plugin.
         refusals: What a step may raise afterwards.
@@ -281,7 +279,6 @@ class InterruptedSuite(KitTests):
     }
     session: ClassVar[dict[str, Any]] = {}
     stride: ClassVar[int] = 29
-    thorough: ClassVar[int] = 10
     few: ClassVar[int] = 5
     packages: ClassVar[tuple[str, ...]] = ()
     refusals: ClassVar[tuple[type[Exception], ...]] = (ampx.AmpxError,)
@@ -320,14 +317,12 @@ class InterruptedSuite(KitTests):
         ):
             pytest.skip(f"backend {self.backend.name!r} has gradients as values, which the step unscales")
         amp, places = self.start(nan_loss="skip", **self.session), 0
-        strides = {"stride": self.thorough, "after_calls": True} if THOROUGH else {"stride": self.stride}
         for training, place in interrupted_everywhere(
             lambda: self.training(self, amp, **case),
             self.training.act,
             self.packages or ("ampx", self.subject.plugin),
             error=error,
-            first=first,
-            **strides,
+            **sampled(self.stride, first),
         ):
             assert training.stand_at(*training.done()), place
             places += 1
@@ -441,12 +436,11 @@ class InterruptedRegionSuite(InterruptedSuite):
             "decorated": lambda _: amp.float_function(self.subject.computes_in)(),
             "step": self.training.act,
         }
-        strides: dict[str, Any] = {"stride": self.stride if act == "step" else self.region_stride}
         for _, place in interrupted_everywhere(
             lambda: self.training(self, amp) if act == "step" else None,
             acts[act],
             self.packages or ("ampx", self.subject.plugin),
-            **({"after_calls": True} if THOROUGH else strides),
+            **sampled(self.stride if act == "step" else self.region_stride),
         ):
             assert self.look() == before, place
             places += 1

@@ -22,6 +22,24 @@ _COMPARED: Final = "Exception raised while checking equality of metadata fields"
 _KIT: Final = str(Path(ampx.testing.__file__).parent) + os.sep  # it is in the package, and is what tests
 _ENTERS: Final = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
 
+THOROUGH: Final = bool(os.environ.get("AMPX_TEST_ALL"))
+
+
+def sampled(stride: int, first: int = 1, *, after_calls: bool = True) -> dict[str, int | bool]:
+    """Return the places to interrupt, as arguments of `interrupted_everywhere`.
+
+    Args:
+        stride: One of so many lines; with AMPX_TEST_ALL one of a third as many. Not every place: each runs all that
+            stands before it, so that a step of some thousand places would take hours.
+        first: The first place to take.
+        after_calls: With AMPX_TEST_ALL, interrupt after calls, too.
+    """
+    return {
+        "stride": max(stride // 3, 1) if THOROUGH else stride,
+        "first": first,
+        "after_calls": THOROUGH and after_calls,
+    }
+
 
 class Interruption(BaseException):
     """Raised in the middle of a call."""

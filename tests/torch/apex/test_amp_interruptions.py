@@ -5,7 +5,6 @@ them: right is what SGD's formula gives, bit for bit.
 """
 
 import math
-import os
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from torch import nn
 
 import ampx
 from ampx_torch.apex import amp
-from interruptions import interrupted_everywhere
+from interruptions import THOROUGH, interrupted_everywhere, sampled
 
 PACKAGES = ("ampx", "ampx_apex", "ampx_torch")
-THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else an eleventh of the lines
 RATE, MOMENTUM = 0.5, 0.5
 
 
@@ -114,8 +112,8 @@ if THOROUGH:
 def interruptions(name, first):
     """What is left of each interrupted third step; its weights are those before or after it, and never others."""
     places = 0
-    options = {"after_calls": True} if THOROUGH else {"stride": 11, "first": first}
-    for subject, place in interrupted_everywhere(lambda: Subject(**SUBJECTS[name]), Subject.act, PACKAGES, **options):
+    start, options = lambda: Subject(**SUBJECTS[name]), sampled(11, first)
+    for subject, place in interrupted_everywhere(start, Subject.act, PACKAGES, **options):
         assert stands_at(subject.weights(), subject.before, subject.after), place
         places += 1
         yield subject, place
