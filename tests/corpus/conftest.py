@@ -11,7 +11,7 @@ import processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from corpus import FRAMEWORKS, cases, imported  # noqa: E402 -- behind the path on which it is
+from corpus import FRAMEWORKS, cases, imported
 
 processes.QUIET.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 

@@ -113,7 +113,7 @@ def run(script, options, dtype, kept):
         import equinox
         from flax import nnx
 
-        differentiate, filtered, of_nnx = jax.value_and_grad, equinox.filter_value_and_grad, nnx.value_and_grad
+        differentiate = jax.value_and_grad
         jax.value_and_grad = lambda f, *a, **k: differentiate(low(f), *a, **k)
 
         def of_equinox(f):

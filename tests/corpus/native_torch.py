@@ -1,6 +1,6 @@
-"""What a script of PyTorch does in PyTorch's own mixed precision, without ampx: the evidence for `scripts/torch/truth.toml`.
+"""What a script of PyTorch does in PyTorch's own mixed precision, without ampx: evidence for `scripts/torch/truth.toml`.
 
-    python tests/corpus/native_torch.py float16 tests/corpus/scripts/torch/qwen_rms_norm.py@model.layers.0.self_attn.q_norm
+    python tests/corpus/native_torch.py float16 tests/corpus/scripts/torch/pixel_norm.py@4
 
 prints, for the script and for its twin, losses in float32 and in the dtype, the first operations that are not finite
 with the module that was running, and the modules whose outputs in the first step are farthest from float32's.
@@ -23,10 +23,10 @@ import warnings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a copy of a process has none of its threads
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

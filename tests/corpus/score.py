@@ -224,11 +224,12 @@ def write_page():
 TWIN = {"accused": ", twin accused"}
 INTRODUCTION = """# How often the debugger is right
 
-`tests/corpus` holds training scripts with models of libraries that fail of their precision, and a healthy twin of each. What is true
-of a case (its kind, its place, what cures it) was measured with the framework alone and written down before a tool saw it. A tool is *right
-and curing* if kind and place are true and its advice, carried out, makes the run healthy; *right without cure* if they are true and the
-advice does not help; *silent* if it says nothing of the fault, nor anything false; *wrong* if it names another kind or place, or says that
-all is well. Twins must not be accused. `python tests/corpus/score.py FRAMEWORK` makes the table, and `docs/evidence/corpus` holds each sentence.
+`tests/corpus` holds training scripts with models of libraries that fail of their precision, and a healthy twin of each.
+What is true of a case (its kind, its place, what cures it) was measured with the framework alone. A tool is *right and
+curing* if kind and place are true and its advice, carried out, makes the run healthy; *right without cure* if they are
+true and the advice does not help; *silent* if it says nothing of the fault, nor anything false; *wrong* if it names
+another kind or place, or says that all is well. Twins must not be accused. `python tests/corpus/score.py FRAMEWORK`
+makes the table, and `docs/evidence/corpus` holds each sentence.
 """
 
 

@@ -26,7 +26,8 @@ class Network(equinox.Module):
 
 
 keys = jax.random.split(jax.random.key(0), 3)
-model = Network(equinox.nn.Linear(8, 16, use_bias=False, key=keys[0]), RMSNorm(jnp.ones(16)), equinox.nn.Linear(16, 1, key=keys[1]))
+first, second = equinox.nn.Linear(8, 16, use_bias=False, key=keys[0]), equinox.nn.Linear(16, 1, key=keys[1])
+model = Network(first, RMSNorm(jnp.ones(16)), second)
 inputs = jax.random.normal(keys[2], (16, 8)) * (10.0 if "--twin" in sys.argv else 1000.0)
 targets = jnp.sign(inputs[:, :1])
 optimizer = optax.adam(1e-2)
@@ -35,9 +36,10 @@ state = optimizer.init(equinox.filter(model, equinox.is_inexact_array))
 
 @equinox.filter_jit
 def step(model, state):
-    loss, gradients = equinox.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(inputs) - targets) ** 2))(
-        model
-    )
+    def loss_of(model):
+        return jnp.mean((jax.vmap(model)(inputs) - targets) ** 2)
+
+    loss, gradients = equinox.filter_value_and_grad(loss_of)(model)
     updates, state = optimizer.update(gradients, state, equinox.filter(model, equinox.is_inexact_array))
     return equinox.apply_updates(model, updates), state, loss
 

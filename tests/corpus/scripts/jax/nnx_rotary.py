@@ -1,9 +1,8 @@
-"""Rotary angles as a product of positions and frequencies, which casting computes in bfloat16: late positions are wrong."""
+"""Rotary angles as a product of positions and frequencies, which casting computes in bfloat16: late ones are wrong."""
 
 import json
 import sys
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx

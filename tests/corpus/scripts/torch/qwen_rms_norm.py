@@ -1,4 +1,4 @@
-"""Qwen3 whose norm of queries squares in the dtype of its input: squares of 300 are beyond 65504, and queries become zero."""
+"""Qwen3 whose norm of queries squares in float16: squares of 300 are beyond 65504, and queries become zero."""
 
 import json
 import sys
