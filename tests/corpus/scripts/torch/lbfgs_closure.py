@@ -10,7 +10,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 256))
 with torch.no_grad():
     model[2].bias.fill_(2.0 if "--twin" in sys.argv else 20.0)
-optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=1)
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.002, max_iter=1)
 inputs, targets = torch.randn(16, 6), torch.randn(16, 256)
 losses = []
 
