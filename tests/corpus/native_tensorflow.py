@@ -20,7 +20,7 @@ import tensorflow as tf
 
 
 def floats(tree):
-    return [x for x in tf.nest.flatten(tree) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
+    return [x for x in tf.nest.flatten(tree) if isinstance(x, tf.__internal__.EagerTensor) and x.dtype.is_floating]
 
 
 def run(script, options, dtype, kept):

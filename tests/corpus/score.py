@@ -22,6 +22,7 @@ if __name__ == "__main__":  # what is scored is the tree of this file, whatever 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "backends"), *([before] if before else [])])
 
 import forks  # noqa: E402 -- behind the path on which they are
+
 from corpus import FRAMEWORKS, Case, cases, imported, is_healthy, losses_of  # noqa: E402
 from processes import QUIET, run_python  # noqa: E402
 
@@ -246,8 +247,10 @@ def main():
     file = arguments.out / f"{framework}.json"
     before = json.loads(file.read_text())["rows"] if file.exists() else []
     arguments.out.mkdir(parents=True, exist_ok=True)
+    order = {case.name: position for position, case in enumerate(cases(framework))}
     for row in score(framework, arguments.only, arguments.tool):
         before = [other for other in before if any(other[key] != row[key] for key in ("case", "twin", "tool"))] + [row]
+        before.sort(key=lambda row: (order[row["case"]], row["tool"], row["twin"]))
         file.write_text(json.dumps({"schema": "ampx.corpus/1", "commit": commit(), "rows": before}, indent=1) + "\n")
     if arguments.out == RESULTS:
         write_page()

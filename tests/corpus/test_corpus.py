@@ -7,10 +7,10 @@ import ast
 import json
 
 import pytest
-from corpus import FRAMEWORKS, SCRIPTS, cases, losses_of
-from score import JUDGES, RESULTS, VERDICTS, Runner
 
+from corpus import FRAMEWORKS, SCRIPTS, cases, losses_of
 from processes import run_python
+from score import JUDGES, RESULTS, VERDICTS, Runner
 
 HEALTHY = "right"  # of twins
 
