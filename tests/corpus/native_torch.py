@@ -1,4 +1,4 @@
-"""What a script of PyTorch does in PyTorch's own mixed precision, without ampx: evidence for `scripts/torch/truth.toml`.
+"""What a script does in PyTorch's own mixed precision, without ampx: evidence of `scripts/torch/truth.toml`.
 
     python tests/corpus/native_torch.py float16 tests/corpus/scripts/torch/pixel_norm.py@4
 
