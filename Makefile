@@ -1,7 +1,9 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
 # Those that take longest first.
-FRAMEWORK ?= torch,tensorflow,jax,paddle,mxnet,core,example
+FRAMEWORK ?= torch,tensorflow,jax,mxnet,paddle,core,example
+# What stands beside the tests: lint, types, manual and demo.
+CHECKS = demo,types,docs,lint
 # Environments of `make test-all` alone.
 NIGHTLY ?= compiled-for-cuda,docs-test,ecosystem,ecosystem-images,ecosystem-jax,trainers,watch
 VERSIONS ?= jax-lowest,jax-newest,mxnet-lowest,mxnet-newest,paddle-lowest,paddle-newest,tensorflow-lowest,tensorflow-newest,torch-lowest,torch-newest
@@ -17,7 +19,7 @@ TOX = .venv-tox/bin/tox run
 # Two environments at a time.
 TOX_TWO = .venv-tox/bin/tox run-parallel --parallel 2 --parallel-no-spinner
 
-.PHONY: demo test test-all weakest $(WEAKEST_ENVIRONMENTS) evidence table checks lint types docs docs-test versions bench gpu clean
+.PHONY: demo test test-all test-and-checks weakest $(WEAKEST_ENVIRONMENTS) evidence table checks lint types docs docs-test versions bench gpu clean
 
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
 test: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK)
@@ -45,8 +47,9 @@ weakest-paddle:
 # The core and the example have none. No test that is left to `make test-all` shows a cell that others do not show.
 evidence: .venv-tox/bin/tox ; for name in $(filter-out core example,$(subst $(COMMA), ,$(FRAMEWORK))); do $(TOX) -e $$name -- --regenerate tests/conformance/test_$$name.py tests/$$name || exit 1; done
 table: .venv-tox/bin/tox ; $(TOX) -e table
-# Lint, types, manual and demo: what stands beside the tests.
-checks: .venv-tox/bin/tox ; $(TOX_TWO) -e demo,types,docs,lint
+checks: .venv-tox/bin/tox ; $(TOX_TWO) -e $(CHECKS)
+# Both in one run: the short ones fill the time in which a core would wait for the last of the long ones.
+test-and-checks: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK),$(CHECKS)
 lint: .venv-tox/bin/tox ; $(TOX) -e lint
 types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs

@@ -365,7 +365,7 @@ class Forcing(Contract):
         module inside another obeys its own entry; what such a module returns has the dtype that it computed, unless
         casting is off around it and the framework does not mix dtypes: then it has that of its inputs. In a dtype of
         `Probe.simulates`, inputs, outputs and the gradients of outputs are rounded to that dtype, and kept in
-        the one they have.
+        the one they have. What `ampx.formats.digits_of` names rounds alike, to the bits of a dtype in float32's range.
 
         Args:
             model: The model, or the parameters where these are a value (JAX); None for every model that this process
@@ -489,7 +489,8 @@ class GenericBackend(Backend):
         """Clip unscaled gradients by value, then by global L2 norm.
 
         Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out. Gradients that
-        hang on parameters are modified in place.
+        hang on parameters are modified in place. The squares of finite gradients may overflow float32: they are added
+        up in float64.
 
         Returns:
             The clipped gradients, and the norm before clipping by norm (None where `max_norm` is None).

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from .errors import UnsupportedDtypeError
 from .policy import normalise_dtype
@@ -57,8 +58,29 @@ FORMATS: Final[dict[str, Format]] = {
     "float8_e5m2": Format(57344.0, 2.0**-14, 2.0**-16, 3),
     "float8_e4m3": Format(448.0, 2.0**-6, 2.0**-9, 4, infinite=False),
 }
+_DIGITS: Final = "~"
 # As frameworks call those that are no dtypes of `ampx.init`.
 _ALIASES: Final = {"float8_e4m3fn": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2"}
+
+
+def digits_of(dtype: str) -> str:
+    """Return the name by which `Probe.force` rounds to the bits of a dtype, and leaves the range as it is."""
+    return f"{dtype}{_DIGITS}"
+
+
+def find_digits(name: str) -> int | None:
+    """Return the bits of the significand that `digits_of` names; None for the name of a dtype."""
+    dtype = name.removesuffix(_DIGITS)
+    return None if dtype == name else FORMATS[dtype].bits
+
+
+def to_digits(values: Any, bits: int) -> Any:
+    """Return float32 numbers rounded to nearest with so many bits, by Dekker's splitting.
+
+    What is not finite, or becomes so on the way because it is huge, is NaN: put the number itself in its place.
+    """
+    large = values * (2.0 ** (FORMATS["float32"].bits - bits) + 1)
+    return large - (large - values)
 
 
 def find_format(dtype: object) -> str:
@@ -96,6 +118,15 @@ def spelled(name: str) -> str:
         raise UnsupportedDtypeError(f"--dtype: {error}{simulated}") from error
 
 
-def stride(elements: int, samples: int) -> int:
-    """Return the distance between the elements of a sample."""
-    return max(1, -(-elements // samples))
+def stride(elements: int, samples: int, *sizes: int) -> int:
+    """Return the distance between the elements of a sample.
+
+    It has no factor of the number of elements, so none of any dimension: a sample is drawn across rows and columns.
+
+    Args:
+        elements: Of one tensor, or of several that are sampled as one.
+        samples: At most so many elements are in the sample.
+        sizes: Elements of each of several.
+    """
+    distance, common = max(1, -(-elements // samples)), math.lcm(*filter(None, sizes or (elements,)))
+    return next(step for step in itertools.count(distance) if math.gcd(step, common) == 1)

@@ -1,4 +1,4 @@
-"""The modules of a model: their names, patterns of these, and interceptors of their calls."""
+"""The modules of a model, as `prepare` gets it: their names, patterns of these, and interceptors of their calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from .backend import CastPlan, module_patterns
-from .errors import UnsupportedOpError
+from .errors import InvalidOptionError, UnsupportedOpError
 
 # The order of interceptors, from the outside to the inside: what rounds the gradients of outputs, where a framework has
 # no other way to round them before they are watched; what watches; what forces.
@@ -20,6 +20,24 @@ WATCHERS: Final = 1
 FORCES: Final = 2
 # So many names are shown in a message.
 _SHOWN: Final = 8
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def listed(values: Any, kinds: type | tuple[type, ...], role: str, accepted: str) -> list[Any]:
+    """List what `prepare` got as the model or the optimizer: one of some kinds, a list of them, or None.
+
+    Raises:
+        InvalidOptionError: Something is of another kind.
+    """
+    several = list(values) if isinstance(values, (list, tuple)) else [] if values is None else [values]
+    for value in several:
+        if not isinstance(value, kinds):
+            raise InvalidOptionError(
+                f"prepare got {type(value).__name__} as the {role}; accepted: {accepted}, or a list of them. Pass that."
+            )
+    return several
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -181,6 +181,12 @@ def load_backend(registration: Registration) -> Backend:
         raise _load_error(registration, error) from error
     except (Exception, SystemExit) as error:
         raise _load_error(registration, error) from error
+    _check_backend(backend, registration)
+    return backend
+
+
+def _check_backend(backend: object, registration: Registration) -> None:
+    """Raise where a plugin returned something that is no backend of its framework."""
     declared = isinstance(getattr(backend, "capabilities", None), Capabilities)
     if not isinstance(backend, Backend) or not declared or getattr(backend, "name", None) != registration.name:
         raise BackendLoadError(
@@ -192,7 +198,6 @@ def load_backend(registration: Registration) -> Backend:
             f"backend {registration.name!r} of plugin {registration.plugin!r} has offers={backend.offers!r}; accepted: "
             f"a mapping from {', '.join(CONTRACTS)} to 'module:class' or to the class. Correct the plugin."
         )
-    return backend
 
 
 def _is_present(root: str) -> bool:

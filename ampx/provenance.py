@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from .errors import ProtocolError
-from .protocol import NotCopied
+from .protocol import Member, NotCopied
 from .scale_state import Scalar, is_number
 
 # The scale of a gradient for which it is unknown.
@@ -48,6 +48,10 @@ class Slots(abc.ABC):
     def divide(self, gradients: Sequence[Any], divisor: Scalar) -> None:
         """Divide gradients in place."""
 
+    @abc.abstractmethod
+    def sharers(self, own: Provenance, slots: Sequence[Any]) -> Iterable[tuple[Provenance, Sequence[Any]]]:
+        """Pair other optimizers, by their provenance, with those slots of one's own that they hold as well."""
+
     def keep(self, scale: Scalar) -> Scalar:
         """Return a scale as it is now; a copy where it moves in place."""
         return scale
@@ -66,19 +70,16 @@ class Provenance(NotCopied):
         self.notes: dict[int, _Note] = {}
         self._slots = slots
 
-    def note(self, slots: Iterable[Any], scale: Scalar) -> None:
-        """Note that the gradients in slots carry this scale, or `UNKNOWN`."""
-        self._note(self._slots.snapshot(slots), scale)
+    def note(self, slots: Iterable[Any], scale: Scalar, stays: bool = False) -> None:
+        """Note that gradients in slots carry this scale, or `UNKNOWN`; where it `stays`, whatever writes to them."""
+        snapshots = self._slots.snapshot(slots)
+        self._note([(slot, gradient, None) for slot, gradient, _ in snapshots] if stays else snapshots, scale)
 
     def _note(self, snapshots: Iterable[GradientSnapshot], scale: Scalar) -> None:
         scale = scale if scale is UNKNOWN else self._slots.keep(scale)
         for slot, gradient, version in snapshots:
             if gradient is not None:
                 self.notes[id(slot)] = _Note(weakref.ref(gradient), version, scale)
-
-    def note_unscaled(self, slots: Iterable[Any]) -> None:
-        """Note that another optimizer unscaled the gradients, which stay so whatever writes to them."""
-        self._note([(slot, gradient, None) for slot, gradient, _ in self._slots.snapshot(slots)], 1.0)
 
     def scale_of(self, snapshot: GradientSnapshot, default: Scalar) -> Scalar:
         """Return the scale that was noted of this very gradient, or else the default."""
@@ -122,6 +123,8 @@ class Provenance(NotCopied):
 
         Sync: none; one for each gradient of which nobody can tell.
         """
+        if not self.notes and _are_same(default, scale):
+            return []
         kinds: Plan = []
         for snapshot in self._slots.snapshot(slots):
             gradient = snapshot[1]
@@ -145,10 +148,25 @@ class Provenance(NotCopied):
                     kinds.append((carried, [gradient]))
         return [(carried / scale, gradients) for carried, gradients in kinds]
 
-    def divide(self, plan: Plan) -> None:
-        """Carry out a plan, in place."""
-        for divisor, gradients in plan:
-            self._slots.divide(gradients, divisor)
+    def bring_to(self, member: Member, slots: Sequence[Any], scale: Scalar, default: Scalar) -> None:
+        """Have all gradients carry one scale; the stage is "changing" after it where some were divided.
+
+        What other optimizers know of these is out of date then, until one of them unscales or clears them.
+
+        Args:
+            member: The optimizer's place in the protocol.
+            slots: As `plan`, which also says what is raised and how often a device is waited for.
+            scale: As `plan`.
+            default: As `plan`.
+        """
+        plan = self.plan(slots, scale, default)
+        if plan:
+            member.begin_change()
+            for other, shared in self._slots.sharers(self, slots):
+                other.note(shared, UNKNOWN, stays=True)
+            for divisor, gradients in plan:
+                self._slots.divide(gradients, divisor)
+        self.notes = {}
 
 
 def _are_same(scale: Scalar, other: Scalar) -> bool:

@@ -105,16 +105,20 @@ def _parse_group(group: object, where: str) -> GroupState:
         raise InvalidStateError(f"the state cannot be loaded: {where}.config: {error}") from error
     if not isinstance(losses, Sequence) or isinstance(losses, str) or not losses:
         raise _invalid(f"{where}.losses", losses, "a list with one entry a loss id")
+    return config, _parse_losses(losses, f"{where}.losses")
+
+
+def _parse_losses(losses: Sequence[object], where: str) -> dict[int, LossScaleState]:
     states: dict[int, LossScaleState] = {}
     for position, loss in enumerate(losses):
-        place = f"{where}.losses[{position}]"
+        place = f"{where}[{position}]"
         if not isinstance(loss, Mapping):
             raise _invalid(place, loss, "a dict")
         loss_id = loss.get("loss_id")
         if not isinstance(loss_id, int) or isinstance(loss_id, bool) or not 0 <= loss_id < 2**63 or loss_id in states:
             raise _invalid(f"{place}.loss_id", loss_id, "an integer from 0 to 2**63 - 1 that occurs once")
         states[loss_id] = parse_loss_state(loss, place)
-    return config, states
+    return states
 
 
 def parse_loss_state(data: Mapping[str, Any], where: str) -> LossScaleState:

@@ -151,16 +151,9 @@ class Amp:
         self._check_active()
         several = type(opt) in (list, tuple)  # an optimizer may be a named tuple
         optimizers = list(opt) if several else [opt]
-        if not optimizers:
-            raise NotAnOptimizerError(
-                "wrap_optimizer got an empty list; accepted: an optimizer or a list of some. Pass yours."
-            )
-        for position, raw in enumerate(optimizers):
-            self._check_raw(raw, optimizers[:position])
-        for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
-            check_bound(name, bound)
-        if max_grad_norm is not None or max_grad_value is not None:
-            check_clipping(self.backend)
+        self._check_all_raw(optimizers)
+        bounds = {"max_grad_norm": max_grad_norm, "max_grad_value": max_grad_value}
+        self._check_bounds(bounds)
         if reserved := options.keys() & {"plan", "level", "session"}:
             raise InvalidOptionError(
                 f"wrap_optimizer got {', '.join(sorted(reserved))}, which init decides; accepted: loss_scale, "
@@ -171,8 +164,7 @@ class Amp:
             "plan": self.plan,
             "level": self.level,
             "session": self,
-            "max_grad_norm": None if max_grad_norm is None else float(max_grad_norm),
-            "max_grad_value": None if max_grad_value is None else float(max_grad_value),
+            **{name: None if bound is None else float(bound) for name, bound in bounds.items()},
             **options,
         }
         group = self._new_group(config)
@@ -186,6 +178,20 @@ class Amp:
         for optimizer in optimizers:
             self._remember(optimizer)
         return wrapped if several else wrapped[0]
+
+    def _check_all_raw(self, optimizers: list[Any]) -> None:
+        if not optimizers:
+            raise NotAnOptimizerError(
+                "wrap_optimizer got an empty list; accepted: an optimizer or a list of some. Pass yours."
+            )
+        for position, raw in enumerate(optimizers):
+            self._check_raw(raw, optimizers[:position])
+
+    def _check_bounds(self, bounds: Mapping[str, float | None]) -> None:
+        for name, bound in bounds.items():
+            check_bound(name, bound)
+        if any(bound is not None for bound in bounds.values()):
+            check_clipping(self.backend)
 
     def _new_group(self, config: LossScale) -> ScaleGroup:
         """Make the loss scale of the next optimizers."""
@@ -336,7 +342,7 @@ class Amp:
             The model, or (model, opt) where an optimizer was given.
 
         Raises:
-            InvalidOptionError: The model is None.
+            InvalidOptionError: The model or the optimizer is something else.
             UnsupportedByBackendError: The backend has no such level.
         """
         if self.casting is None:
@@ -794,8 +800,8 @@ def init(
         dtype, level, loss_scale, allow, deny = file.combined(dtype, level, loss_scale, allow, deny)
         enabled = enabled and file.enabled if isinstance(enabled, bool) else enabled
     opt_level = find_level(level)
-    wanted = None if isinstance(dtype, str) and dtype == "auto" else normalise_dtype(dtype)
-    scale = None if isinstance(loss_scale, str) and loss_scale == "auto" else LossScale.parse(loss_scale)
+    wanted = None if _is_auto(dtype) else normalise_dtype(dtype)
+    scale = None if _is_auto(loss_scale) else LossScale.parse(loss_scale)
     allowed, denied = listed("allow", allow), listed("deny", deny)
     _check_choice("on_unsupported", on_unsupported, ("raise", "warn"))
     _check_choice("nan_loss", nan_loss, ("auto", "raise", "skip"))
@@ -813,9 +819,8 @@ def init(
     plan = None
     if chosen is not None:
         plan = backend.check_plan(CastPlan(target.name, chosen, opt_level.name, allowed, denied, not is_one(scale)))
-    elif enabled and (allowed or denied):  # for its errors: entries that no device could honour are mistakes here too
-        assumed: OptLevel = "O1" if opt_level.name == "O0" else opt_level.name
-        backend.check_plan(CastPlan(target.name, "float16", assumed, allowed, denied))
+    elif enabled:
+        _check_lists(backend, target, opt_level, allowed, denied)
     effective = Effective(
         framework=backend.name,
         device=target.name,
@@ -832,6 +837,17 @@ def init(
     session = Amp(backend, plan, opt_level, effective, nan_loss)
     sessions.replace(session)
     return session
+
+
+def _is_auto(option: object) -> bool:
+    return isinstance(option, str) and option == "auto"
+
+
+def _check_lists(backend: Backend, device: Device, level: Level, allow: tuple[Any, ...], deny: tuple[Any, ...]) -> None:
+    """Raise for entries that no device could honour, where nothing is cast: they are mistakes all the same."""
+    if allow or deny:
+        assumed: OptLevel = "O1" if level.name == "O0" else level.name
+        backend.check_plan(CastPlan(device.name, "float16", assumed, allow, deny))
 
 
 def _warn_of_versions(registry: Registry, framework: str) -> None:

@@ -355,6 +355,7 @@ def tune(
             repeats=repeats,
             seed=seed,
             progress=progress,
+            journal=Path(f"{out}.search"),
         )
     if as_json:
         typer.echo(json.dumps(result, indent=1))

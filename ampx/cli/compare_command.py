@@ -48,6 +48,11 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
             console.print(_table(title, WORST_HEAD, worst_rows(facts["modules"])))
     if report["sweep"] is not None:
         _print_sweep(console, report["sweep"])
+    _print_sentences(console, report)
+
+
+def _print_sentences(console: Console, report: Mapping[str, Any]) -> None:
+    """Print what failed, what is worth knowing, and the verdict."""
     for name, message in report["failed"].items():
         console.print(escape(f"{name} failed: {message}"), soft_wrap=True)
     for mistake in report["mistakes"]:

@@ -158,13 +158,18 @@ def train_everywhere(folder: Path, options: Mapping[str, Any], on_start: Callabl
             outcomes.append(Outcome(framework.name, "no backend", detail="no plugin registers one"))
         else:
             outcomes.append(Outcome(framework.name, "absent", detail=_how_to_install(framework)))
+    _check_any(outcomes, folder)
+    return outcomes
+
+
+def _check_any(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """Raise where no framework has anything to show."""
     if not any(outcome.report is not None or outcome.state == "failed" for outcome in outcomes):
         advice = "; ".join(f"{outcome.framework}: {outcome.detail}" for outcome in outcomes)
         raise FrameworkNotInstalledError(
             f"--all found no framework with a backend, and {str(folder)!r} holds no result of an earlier run; "
             f"accepted: at least one of either. Install one ({advice})."
         )
-    return outcomes
 
 
 def find_earlier(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,19 +27,21 @@ def migrate(
         raise InvalidOptionError("--diff and --json exclude each other: the JSON holds the differences. Pass one.")
     reports = _examine(paths)
     if write:
-        for report in reports:
-            if report.status == "changed":
-                files.write(report)
+        for report in _changed(reports):
+            files.write(report)
     if as_json:
         echo(json.dumps(_to_json(reports, write), indent=2))
     else:
-        for report in reports:
-            if diff and report.status == "changed":
-                echo(_diff(report))
+        for report in _changed(reports) if diff else ():
+            echo(_diff(report))
         for line in _lines(reports, write):
             echo(line)
     code = exit_code(reports)
-    return max(code, int(any(report.status == "changed" for report in reports))) if check else code
+    return max(code, int(bool(_changed(reports)))) if check else code
+
+
+def _changed(reports: Sequence[FileReport]) -> list[FileReport]:
+    return [report for report in reports if report.status == "changed"]
 
 
 def _examine(paths: Sequence[Path]) -> list[FileReport]:
@@ -73,21 +76,20 @@ def _diff(report: FileReport) -> str:
 
 
 def _lines(reports: Sequence[FileReport], wrote: bool) -> list[str]:
-    lines = []
-    for report in reports:
-        lines += [
-            f"{report.path}:{finding.line}: {finding.kind}: {finding.what}. {finding.advice}"
-            for finding in report.findings
-        ]
-    changed = [report for report in reports if report.status == "changed"]
-    for report in changed:
-        lines.append(f"{report.path}: {'migrated' if wrote else 'can be migrated'}")
-    todos = sum(finding.kind == "todo" for report in reports for finding in report.findings)
+    findings = [(report, finding) for report in reports for finding in report.findings]
+    lines = [
+        f"{report.path}:{finding.line}: {finding.kind}: {finding.what}. {finding.advice}"
+        for report, finding in findings
+    ]
+    changed = _changed(reports)
+    lines += [f"{report.path}: {'migrated' if wrote else 'can be migrated'}" for report in changed]
+    todos = sum(finding.kind == "todo" for _, finding in findings)
+    statuses = Counter(report.status for report in reports)
     parts = [
         f"{len(reports)} {_plural(len(reports), 'file')} read",
         f"{len(changed)} {'migrated' if wrote else 'to migrate'}",
-        f"{sum(report.status == 'blocked' for report in reports)} left as they are",
-        f"{sum(report.status == 'error' for report in reports)} that cannot be read or written",
+        f"{statuses['blocked']} left as they are",
+        f"{statuses['error']} that cannot be read or written",
         f"{todos} {_plural(todos, 'place')} for a human",
     ]
     lines.append(f"{', '.join(parts)}.")

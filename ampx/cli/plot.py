@@ -61,33 +61,40 @@ def draw_losses(axes: Any, results: dict[str, Any]) -> None:
 
 def _draw_scales(figure: Any, results: dict[str, Any]) -> list[Any]:
     """Draw the runs of the first seed, a panel for scales that move and a low one for those that stay."""
-    seed = results["runs"][0]["seed"]
-    runs = [run for run in results["runs"] if run["seed"] == seed]
-    runs = [run for run in runs if run["label"] != "float32"] or runs
-    moving = [run for run in runs if len(set(run["scales"])) > 1]
-    still = [run for run in runs if run not in moving]
-    groups = [group for group in (moving, still) if group]
+    groups = _groups(results["runs"])
     heights = [3, 1] if len(groups) == 2 else [1]
     panels = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
     for axes, group in zip(panels, groups, strict=True):
         for run in group:
             draw_scale(axes, run)
         set_powers(axes, [scale for run in group for scale in run["scales"]])
-        if results["overflow_at"] is not None:
-            axes.axvline(results["overflow_at"], color=_ALARM, linewidth=0.9, linestyle=":", zorder=0)
         axes.legend(frameon=False, loc="upper left")
         axes.set_ylabel("loss scale" if axes is panels[0] else "")
     panels[0].set_title("Loss scale")
     if results["overflow_at"] is not None:
-        panels[0].annotate(
-            "overflow injected",
-            (results["overflow_at"], 0.03),
-            xycoords=("data", "axes fraction"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=_ALARM,
-        )
+        _mark_overflow(panels, results["overflow_at"])
     return panels
+
+
+def _groups(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the runs of the first seed in low precision, or all of it: those whose scale moves, and the others."""
+    runs = [run for run in runs if run["seed"] == runs[0]["seed"]]
+    runs = [run for run in runs if run["label"] != "float32"] or runs
+    moving = [run for run in runs if len(set(run["scales"])) > 1]
+    return [group for group in (moving, [run for run in runs if run not in moving]) if group]
+
+
+def _mark_overflow(panels: Sequence[Any], step: int) -> None:
+    for axes in panels:
+        axes.axvline(step, color=_ALARM, linewidth=0.9, linestyle=":", zorder=0)
+    panels[0].annotate(
+        "overflow injected",
+        (step, 0.03),
+        xycoords=("data", "axes fraction"),
+        xytext=(6, 0),
+        textcoords="offset points",
+        color=_ALARM,
+    )
 
 
 def draw_scale(axes: Any, run: dict[str, Any]) -> None:

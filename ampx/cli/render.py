@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +278,7 @@ def print_demo(console: Console, results: dict[str, Any], notes: Sequence[str]) 
     console.print(table)
     console.print(_RATIO)
     _print_scaled(console, results["framework"], runs)
-    for note in dict.fromkeys(notes):
-        console.print(f"[yellow]Note:[/] {escape(note)}")
+    _print_notes(console, notes)
 
 
 def print_all(console: Console, outcomes: Sequence[Outcome]) -> None:
@@ -307,6 +306,17 @@ def print_all(console: Console, outcomes: Sequence[Outcome]) -> None:
         console.print(f"To float32: the difference in accuracy, in percentage points. {_RATIO}")
     for outcome, report in shown:
         _print_scaled(console, outcome.framework, report["runs"])
+    _print_untrained(console, outcomes)
+    _print_notes(console, (note for outcome in outcomes for note in outcome.notes))
+
+
+def _print_notes(console: Console, notes: Iterable[str]) -> None:
+    for note in dict.fromkeys(notes):
+        console.print(f"[yellow]Note:[/] {escape(note)}")
+
+
+def _print_untrained(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print which frameworks were not trained now, and why."""
     for outcome in outcomes:
         if outcome.state == "earlier":
             console.print(f"[yellow]{escape(outcome.framework)} was not trained now:[/] {escape(outcome.detail)}")
@@ -314,8 +324,6 @@ def print_all(console: Console, outcomes: Sequence[Outcome]) -> None:
             console.print(
                 f"{escape(outcome.framework)} {_OUTCOMES[outcome.state]} {escape(outcome.detail)}", soft_wrap=True
             )
-    for note in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
-        console.print(f"[yellow]Note:[/] {escape(note)}")
 
 
 def _name(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:

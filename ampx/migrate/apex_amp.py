@@ -9,7 +9,7 @@ from typing import Final
 from ampx.syntax.flow import Flow, Place
 from ampx.syntax.program import FUNCTIONS, Function, Reference, arguments, dotted, is_none
 
-from .apex_gradients import GradientReaders
+from .apex_gradients import GradientReaders, elements
 from .edits import WIDTH, Plan
 from .numbers import as_bool, loss_scale, number
 from .optimizers import asks_for_type, keeps
@@ -94,8 +94,7 @@ class ApexAmp:
 
     def _replace(self, node: Reference, verb: str) -> None:
         """Plan what takes the place of a name of `apex.amp`."""
-        parent = self._program.parent(node)
-        call = parent if isinstance(parent, ast.Call) and parent.func is node else None
+        call = self._program.call_of(node)
         if verb in _SAME_NAME:
             self._plan.of(node).expression(node, f"ampx.{verb}")
         elif call is None or not self._replace_call(call, verb):
@@ -169,7 +168,7 @@ class ApexAmp:
 
     def _initialize(self, call: ast.Call) -> None:
         values = arguments(call, _INITIALIZE)
-        if values is None or not values.keys() <= set(_INITIALIZE):
+        if values is None:
             raise NeedsHumanError(call, "`amp.initialize` with arguments that cannot be read", _BY_HAND)
         if "models" not in values:
             raise NeedsHumanError(call, "`amp.initialize` without a model", _BY_HAND)
@@ -226,24 +225,23 @@ class ApexAmp:
             )
         to_model, to_optimizer = target.elts
         self._check_holders(call, values["optimizers"], to_optimizer)
-        optimizers = self._text(values["optimizers"], "")
-        lines = []
-        prepared_model, prepared_optimizer = code(to_model), code(to_optimizer)
         if lowers:
-            lines.append(f"{prepared_model}, {prepared_optimizer} = ampx.prepare({models}, {optimizers})")
-            optimizers = prepared_optimizer
-        elif self._names(to_model) != self._names(values["models"]):
-            lines.append(f"{prepared_model} = {models}")
-        sources = self._elements(values["optimizers"]) if not lowers else self._elements(to_optimizer)
-        targets = self._elements(to_optimizer)
-        if sources is not None and targets is not None and len(sources) == len(targets):
-            lines += [f"{name} = ampx.wrap_optimizer({raw})" for name, raw in zip(targets, sources, strict=True)]
-        elif sources is not None and targets is None:
-            listed = ", ".join(f"ampx.wrap_optimizer({raw})" for raw in sources)
-            lines.append(f"{prepared_optimizer} = [{listed}]")
-        else:
-            lines.append(f"{prepared_optimizer} = ampx.wrap_optimizer({optimizers})")
-        return lines
+            optimizers = self._text(values["optimizers"], "")
+            prepared = f"{code(to_model)}, {code(to_optimizer)} = ampx.prepare({models}, {optimizers})"
+            return [prepared, *self._wrap(to_optimizer, to_optimizer)]
+        moved = self._names(to_model) != self._names(values["models"])
+        lines = [f"{code(to_model)} = {models}"] if moved else []
+        return [*lines, *self._wrap(values["optimizers"], to_optimizer)]
+
+    def _wrap(self, optimizers: ast.expr, target: ast.expr) -> list[str]:
+        """Write what wraps optimizers, one by one where they are written out."""
+        sources, targets = self._elements(optimizers), self._elements(target)
+        name = self._program.code(target)
+        if sources is None or (targets is not None and len(sources) != len(targets)):
+            return [f"{name} = ampx.wrap_optimizer({self._text(optimizers, '')})"]
+        if targets is None:
+            return [f"{name} = [{', '.join(f'ampx.wrap_optimizer({raw})' for raw in sources)}]"]
+        return [f"{to} = ampx.wrap_optimizer({raw})" for to, raw in zip(targets, sources, strict=True)]
 
     def _elements(self, node: ast.expr) -> list[str] | None:
         if not isinstance(node, (ast.List, ast.Tuple)):
@@ -259,39 +257,45 @@ class ApexAmp:
         """Refuse where something goes on with an optimizer that is not the wrapped one."""
         program, flow = self._program, self._flow
         home = program.function(call)
-        targets = {flow.place(element) for element in _elements_of(target)}
-        for raw in _elements_of(optimizers):
+        targets = {flow.place(element) for element in elements(target)}
+        for raw in elements(optimizers):
             place = flow.place(raw)
             if place is None:
                 self._check_made_here(raw, target)
                 continue
-            for use in flow.uses.get(place, []):
-                if program.inside(use, call) or program.function(use) is not home:
-                    continue
-                if asks_for_type(program, use):
-                    code = program.code(program.parent(use))
-                    raise NeedsHumanError(use, f"`{code}` is the wrapper's class", "Use isinstance.")
-                statement = program.code(program.statement(use)).strip().split("\n")[0]
-                if program.order(use) < program.order(call) and keeps(program, use):
-                    raise NeedsHumanError(
-                        use, f"`{statement}` keeps the optimizer before `amp.initialize`", "Move it behind that line."
-                    )
-                if program.order(use) > program.order(call) and place not in targets:
-                    raise NeedsHumanError(
-                        use, f"`{statement}` uses the optimizer that was not wrapped", "Use what is assigned above."
-                    )
-            if isinstance(home, FUNCTIONS) and any(
-                isinstance(binding.node, ast.arg) for binding in flow.bindings.get(place, [])
-            ):
+            for use in flow.uses_at(place):
+                if not program.inside(use, call) and program.function(use) is home:
+                    self._check_use(use, call, place in targets)
+            passed = any(isinstance(binding.node, ast.arg) for binding in flow.bindings_at(place))
+            if isinstance(home, FUNCTIONS) and passed:
                 self._check_left(call, home, place)
             else:
                 self._check_makers(home, raw, targets)
+
+    def _check_use(self, use: Reference, call: ast.Call, is_replaced: bool) -> None:
+        """Refuse another use of an optimizer, beside the call that wraps it, if that needs the wrapped one."""
+        program = self._program
+        if asks_for_type(program, use):
+            code = program.code(program.parent(use))
+            raise NeedsHumanError(use, f"`{code}` is the wrapper's class", "Use isinstance.")
+        if program.order(use) < program.order(call) and keeps(program, use):
+            raise NeedsHumanError(
+                use, f"`{self._line(use)}` keeps the optimizer before `amp.initialize`", "Move it behind that line."
+            )
+        if program.order(use) > program.order(call) and not is_replaced:
+            raise NeedsHumanError(
+                use, f"`{self._line(use)}` uses the optimizer that was not wrapped", "Use what is assigned above."
+            )
+
+    def _line(self, node: ast.AST) -> str:
+        """Return the first line of a statement."""
+        return self._program.code(self._program.statement(node)).strip().split("\n")[0]
 
     def _check_made_here(self, raw: ast.expr, target: ast.expr) -> None:
         """Refuse optimizers that are taken out of something, which goes on with those that are not wrapped."""
         code = self._program.code(raw).strip()
         makes = isinstance(raw, ast.Call) and (self._program.qualified(raw.func) or self._flow.place(raw.func))
-        if not makes and ast.unparse(raw) not in [ast.unparse(element) for element in _elements_of(target)]:
+        if not makes and ast.unparse(raw) not in [ast.unparse(element) for element in elements(target)]:
             raise NeedsHumanError(
                 raw, f"`{code}`: what it is taken from keeps the optimizers that are not wrapped", _BY_HAND
             )
@@ -303,41 +307,39 @@ class ApexAmp:
             place = flow.place(origin.node)
             if program.function(origin.node) is home or place is None or place in targets:
                 continue
-            for use in flow.uses.get(place, []):
+            for use in flow.uses_at(place):
                 method = program.parent(use)
                 steps = isinstance(method, ast.Attribute) and method.attr in ("step", "zero_grad")
                 scales = any(isinstance(outer, ast.withitem) for outer in program.around(use))
                 if steps or scales:
-                    statement = program.code(program.statement(use)).strip().split("\n")[0]
                     raise NeedsHumanError(
-                        use, f"`{statement}` uses the optimizer that was not wrapped", "Use the one that was."
+                        use, f"`{self._line(use)}` uses the optimizer that was not wrapped", "Use the one that was."
                     )
 
     def _check_left(self, call: ast.Call, home: Function, place: Place) -> None:
         """Refuse where the callers of a function go on with the optimizer that they passed."""
         program, flow = self._program, self._flow
-        if any(
-            program.function(node) is home for node in program.under(home, ast.Return) if self._mentions(node, place)
-        ):
+        returns = [node for node in program.under(home, ast.Return) if program.function(node) is home]
+        if any(self._mentions(node, place) for node in returns):
             self._check_callers(home)
             return
         for caller in flow.calls_of(home):
-            passed = [value for parameter, value in flow.passed(caller, home) if parameter.arg == place[1]]
-            for value in passed:
-                outside = flow.place(value)
-                later = [
-                    use
-                    for use in (flow.uses.get(outside, []) if outside is not None else [])
-                    if program.function(use) is program.function(caller)
-                    and (program.order(use) > program.end(caller) or program.loops(caller))
-                    and use is not value
-                ]
-                if later:
+            for parameter, value in flow.passed(caller, home):
+                if parameter.arg == place[1] and self._is_used_after(value, caller):
                     raise NeedsHumanError(
                         call,
                         f"`{home.name}` wraps an optimizer that its callers go on with",
                         "Return it, and use that.",
                     )
+
+    def _is_used_after(self, value: ast.expr, call: ast.Call) -> bool:
+        """Return whether a function goes on with what it passed to a call, or may in the next turn of a loop."""
+        program = self._program
+        return any(
+            use is not value and (program.order(use) > program.end(call) or program.loops(call))
+            for use in self._flow.uses_at(self._flow.place(value))
+            if program.function(use) is program.function(call)
+        )
 
     def _mentions(self, node: ast.AST, place: Place) -> bool:
         names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
@@ -410,7 +412,7 @@ class ApexAmp:
         values = arguments(call, _SCALE_LOSS)
         if not isinstance(item, ast.withitem) or not isinstance(region, ast.With):
             raise NeedsHumanError(call, "`amp.scale_loss` is not entered by `with`", _BY_HAND)
-        if values is None or not {"loss", "optimizers"} <= values.keys() <= set(_SCALE_LOSS):
+        if values is None or not {"loss", "optimizers"} <= values.keys():
             raise NeedsHumanError(call, "`amp.scale_loss` with arguments that cannot be read", _BY_HAND)
         edits = self._plan.of(call)
 
@@ -440,7 +442,3 @@ class ApexAmp:
             raise NeedsHumanError(call, f"`{code(call)}` registers a function of PyTorch", advice)
         full_name = f"{module}.{name.value}"
         self._plan.of(call).statement(call, lambda: f"{full_name} = ampx.{function}({full_name})")
-
-
-def _elements_of(node: ast.expr) -> list[ast.expr]:
-    return list(node.elts) if isinstance(node, (ast.List, ast.Tuple)) else [node]

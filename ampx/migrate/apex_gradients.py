@@ -13,10 +13,10 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeGuard
 
 from ampx.syntax.flow import Place
-from ampx.syntax.program import FUNCTIONS, Function, called_name, constant, decided, dotted
+from ampx.syntax.program import FUNCTIONS, Function, called_name, constant, decided, dotted, receiver
 
 from .edits import Plan
 from .report import NeedsHumanError
@@ -25,6 +25,8 @@ from .report import NeedsHumanError
 # the present function was called, so that its caller has to see to them. `never scaled`: of a plain backward.
 State: TypeAlias = Literal["clear", "scaled", "scaled before", "true", "never scaled"]
 Fact: TypeAlias = tuple[str, bool]  # the text of a test, and whether it holds
+# What of a statement may do something to gradients, or look at them.
+Event: TypeAlias = ast.Call | ast.Attribute | ast.Name
 
 _CLIPS: Final = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad_value"}
 _GRADIENTS: Final = re.compile(r"grad", flags=re.I)
@@ -100,6 +102,11 @@ class Findings:
     wrong: list[ast.AST] = field(default_factory=list)  # what would raise
     steps: bool = False  # whether there is a step
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether gradients are true wherever they are looked at."""
+        return not self.exposed and not self.wrong
+
 
 class GradientReaders:
     """Plans where gradients are unscaled before they are read, and what replaces `master_params`."""
@@ -174,14 +181,14 @@ class GradientReaders:
                     return None
         return inserted
 
-    def _lead_to_a_block(self) -> set[ast.AST]:
-        """Return the functions and modules that hold a block, or call what does."""
-        reached: set[ast.AST] = set()
+    def _lead_to_a_block(self) -> dict[ast.AST, None]:
+        """Return the functions and modules that hold a block, or call what does, always in one order."""
+        reached: dict[ast.AST, None] = {}
         waiting = list(self._by_function)
         while waiting:
             function = waiting.pop()
             if function not in reached:
-                reached.add(function)
+                reached[function] = None
                 if isinstance(function, FUNCTIONS):
                     waiting += [self.program.function(call) for call in self.flow.calls_of(function)]
         return reached
@@ -202,7 +209,7 @@ class GradientReaders:
     def _is_started_outside(self, function: Function) -> bool:
         """Return whether a function is called by who is not seen, as far as can be told."""
         calls = [call.func for call in self.flow.calls_of(function)]
-        uses = self.flow.uses.get((self.program.scope(function), function.name), [])
+        uses = self.flow.uses_at((self.program.scope(function), function.name))
         return not calls or any(use not in calls for use in uses) or self.program.is_used_elsewhere(function)
 
     def _below(self, root: ast.AST, seen: set[ast.AST]) -> None:
@@ -262,7 +269,7 @@ class GradientReaders:
             place = self.program.scope(function), function.name
             if function.name not in self.readers:
                 continue
-            if not self.flow.uses.get(place) and function.name not in self.flow.attributes:
+            if not self.flow.uses_at(place) and function.name not in self.flow.attributes:
                 continue
             for node in ast.walk(function):
                 if self._looks(node) and self.program.function(node) is function and node not in self.followed:
@@ -276,8 +283,7 @@ class GradientReaders:
         """Return whether a node is a look at gradients that the walks would come by."""
         if isinstance(node, ast.Call):
             return self.is_named_for_gradients(node.func) and self.flow.called(node) is None
-        reads = isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load)
-        return reads and not self.program.qualified(node)
+        return _reads_gradient(node) and not self.program.qualified(node)
 
     # -- who may look at gradients ---------------------------------------------------------------------------
 
@@ -287,7 +293,7 @@ class GradientReaders:
         places = {place for node in attributes if (place := self.flow.place(node.value)) is not None}
         waiting = list(places)
         while waiting:
-            for use in self.flow.uses.get(waiting.pop(), []):
+            for use in self.flow.uses_at(waiting.pop()):
                 passed = [place for place in self.flow.receivers(use) if place not in places]
                 places.update(passed)
                 waiting += passed
@@ -319,9 +325,7 @@ class GradientReaders:
         if self.program.qualified(function) or self.flow.called(call) is not None:
             return False
         place = self.flow.place(_root(function))
-        bindings = self.flow.bindings.get(place, []) if place is not None else []
-        values = [binding.value for binding in bindings if binding.value is not None]
-        if any(self.looks_at_gradients(inner) for value in values for inner in ast.walk(value)):
+        if any(self.looks_at_gradients(inner) for value in self.flow.values_at(place) for inner in ast.walk(value)):
             return True
         if place is None or place in self.models:  # a builtin, or a model's own method
             return False
@@ -378,14 +382,14 @@ class _Walk:
             place = findings.names[statement]
             needed.add(Unscale(statement, place[1], place, self._guard(findings.worlds[statement])))
             findings = self._look(root, needed)
-        if (findings.exposed or findings.wrong) and first.exposed:  # right behind the blocks, then
+        if not findings.is_clean and first.exposed:  # right behind the blocks, then
             behind = inserted | self._behind_blocks()
             again = self._look(root, behind)
-            if not again.exposed and not again.wrong:
+            if again.is_clean:
                 needed, findings = behind, again
         if any(node in self._clips for node in findings.wrong):
             return False
-        if findings.exposed or findings.wrong:
+        if not findings.is_clean:
             reads = first.exposed or findings.exposed
             node = reads[min(reads, key=self._program.order)] if reads else findings.wrong[0]
             raise NeedsHumanError(
@@ -549,83 +553,98 @@ class _Walk:
             muted, self._muted = self._muted, True  # in the block gradients are scaled with apex, too
             worlds = self._block(region.body, worlds, frame, exits)
             self._muted = muted
-            return frozenset(
-                world if world.state == "scaled before" else World("scaled", world.facts) for world in worlds
-            )
+            return _changed(worlds, {"clear": "scaled", "true": "scaled", "never scaled": "scaled"})
         return self._block(region.body, worlds, frame, exits)
 
     # -- expressions -----------------------------------------------------------------------------------------
 
     def _evaluate(self, node: ast.AST, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
         """Carry out what a statement, or an expression of its head, does to the gradients."""
-        function = self._program.function(node)
-        later = isinstance(function, FUNCTIONS) and _is_generator(function)  # it runs on when others have done more
-        yields = later and any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
-        if yields and any(world.state == "scaled" for world in worlds):
-            self._findings.wrong.append(node)  # who goes on there may look at gradients
-        if not later or any(world.state in ("scaled", "scaled before", "true") for world in worlds):
-            self._readers.followed.update(_events(node))
-        for event in _events(node):
+        events = list(_events(node))
+        self._note_followed(node, events, worlds)
+        for event in events:
             if isinstance(event, ast.Call):
                 worlds = self._call(event, worlds, statement, frame)
-            elif isinstance(event, ast.Name):
-                if self._hands_over_a_reader(event):
-                    self._read(event, worlds, statement, frame)
-            elif not self._program.qualified(event) and not self._is_no_parameter(event):
+            elif self._is_look(event):
                 self._read(event, worlds, statement, frame)
         return worlds
 
+    def _note_followed(self, node: ast.AST, events: list[Event], worlds: Worlds) -> None:
+        """Note looks of which it is known when they happen; a generator runs on when others have done more."""
+        function = self._program.function(node)
+        later = isinstance(function, FUNCTIONS) and _yields(function)
+        if later and _yields(node) and any(world.state == "scaled" for world in worlds):
+            self._findings.wrong.append(node)  # who goes on there may look at gradients
+        if not later or any(world.state in ("scaled", "scaled before", "true") for world in worlds):
+            self._readers.followed.update(events)
+
+    def _is_look(self, node: ast.Attribute | ast.Name) -> bool:
+        """Return whether a gradient of a parameter is read, or a function passed on that reads some."""
+        if isinstance(node, ast.Name):
+            return self._hands_over_a_reader(node)
+        return not self._program.qualified(node) and not self._is_no_parameter(node)
+
     def _hands_over_a_reader(self, name: ast.Name) -> bool:
         """Return whether a name is a function that looks at gradients, and is passed to a function that may call it."""
-        place, outer = self._flow.place(name), self._program.parent(name)
-        passed = isinstance(outer, ast.keyword) or (isinstance(outer, ast.Call) and name is not outer.func)
-        if place is None or not passed:
+        place = self._flow.place(name)
+        if place is None or self._program.receiving_call(name) is None:
             return False
-        values = [binding.value for binding in self._flow.bindings.get(place, []) if binding.value is not None]
-        functions = [
-            value
-            for value in values
-            if isinstance(value, ast.Lambda)
-            or (isinstance(value, ast.Call) and called_name(value) in ("partial", "attrgetter"))
-        ]
-        reads = any(self._readers.looks_at_gradients(inner) for value in functions for inner in ast.walk(value))
+        values = self._flow.values_at(place)
+        inside = [inner for value in values if _is_function(value) for inner in ast.walk(value)]
+        reads = any(map(self._readers.looks_at_gradients, inside))
         return reads or (name.id in self._readers.readers and not values)
 
     def _call(self, call: ast.Call, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
-        name, function = called_name(call), call.func
-        names = dict(frame.names)
-        holder = function.value if isinstance(function, ast.Attribute) else None
-        own = holder is not None and self._readers.known_as(holder, names) == self._optimizer
-        if own and name == "step":
-            if call.args or call.keywords or self._muted:  # a closure
-                self._findings.wrong.append(call)
-            self._findings.steps = True
-            if any(world.state == "never scaled" and not world.facts for world in worlds):
-                self._check_scaled(call)
-            return _in_state(worlds, "clear")
-        callee = self._flow.called(call)
-        plain = name == "backward" and holder is not None and callee is None
-        if plain and not self._muted and not self._is_branched(call, frame):
-            return frozenset(World("never scaled" if w.state == "clear" else w.state, w.facts) for w in worlds)
-        if name == "zero_grad":  # of the model: ampx notices that true gradients went, and scaled ones may stay scaled
-            gone = ("true", "never scaled")
-            return frozenset(World("clear" if own or w.state in gone else w.state, w.facts) for w in worlds)
-        if dotted(function) in _ENDS:
+        if dotted(call.func) in _ENDS:
             return _NOWHERE
-        if call in self._clips:
-            master = call.args[0]
-            assert isinstance(master, ast.Call)
-            if self._readers.known_as(master.args[0], names) != self._optimizer:
-                return worlds
-            if any(world.state in ("clear", "never scaled") for world in worlds):
-                self._findings.wrong.append(call)
-            return _in_state(worlds, "true")
+        callee = self._flow.called(call)
+        trained = self._train(call, callee, worlds, frame)
+        if trained is not None:
+            return trained
         if callee is not None and callee not in self._running and frame.depth < _DEPTH:
             return self._inline(call, callee, worlds, statement, frame)
         of_masters = call in self._masters and self._program.parent(call) not in self._clips
         if of_masters or self._readers.may_look(call):
             self._read(call, worlds, statement, frame)
         return worlds
+
+    def _train(self, call: ast.Call, callee: Function | None, worlds: Worlds, frame: Frame) -> Worlds | None:
+        """Carry out a call that changes gradients; return None for any other."""
+        name = called_name(call)
+        if name == "step" and self._is_of_optimizer(receiver(call), frame):
+            return self._step(call, worlds)
+        if name == "zero_grad" and self._is_of_optimizer(receiver(call), frame):
+            return _in_state(worlds, "clear")
+        if name == "zero_grad":  # of the model: ampx notices that true gradients went, and scaled ones may stay scaled
+            return _changed(worlds, {"true": "clear", "never scaled": "clear"})
+        if name == "backward" and callee is None and self._is_plain_backward(call, frame):
+            return _changed(worlds, {"clear": "never scaled"})
+        return self._clip(call, worlds, frame) if call in self._clips else None
+
+    def _is_of_optimizer(self, holder: ast.expr | None, frame: Frame) -> bool:
+        return holder is not None and self._readers.known_as(holder, dict(frame.names)) == self._optimizer
+
+    def _is_plain_backward(self, call: ast.Call, frame: Frame) -> bool:
+        """Return whether a backward outside of any block is always reached."""
+        return receiver(call) is not None and not self._muted and not self._is_branched(call, frame)
+
+    def _step(self, call: ast.Call, worlds: Worlds) -> Worlds:
+        if call.args or call.keywords or self._muted:  # a closure
+            self._findings.wrong.append(call)
+        self._findings.steps = True
+        if any(world.state == "never scaled" and not world.facts for world in worlds):
+            self._check_scaled(call)
+        return _in_state(worlds, "clear")
+
+    def _clip(self, call: ast.Call, worlds: Worlds, frame: Frame) -> Worlds:
+        """Clip master parameters, by what unscales first."""
+        master = call.args[0]
+        assert isinstance(master, ast.Call)
+        if not self._is_of_optimizer(master.args[0], frame):
+            return worlds
+        if any(world.state in ("clear", "never scaled") for world in worlds):
+            self._findings.wrong.append(call)
+        return _in_state(worlds, "true")
 
     def _is_branched(self, call: ast.Call, frame: Frame) -> bool:
         """Return whether a call is not always reached."""
@@ -713,12 +732,11 @@ class _Walk:
 
     def _is_no_parameter(self, gradient: ast.Attribute) -> bool:
         """Return whether a gradient is of a tensor that the script made, such as an input, and trains nowhere."""
-        tensor = gradient.value
-        place = self._flow.place(tensor)
-        bindings = self._flow.bindings.get(place, []) if place is not None else []
+        place = self._flow.place(gradient.value)
+        bindings = self._flow.bindings_at(place)
         if not bindings or not all(self._is_new(binding.value) for binding in bindings):
             return False
-        for use in self._flow.uses.get(place, []) if place is not None else ():
+        for use in self._flow.uses_at(place):
             for outer in self._program.around(use):
                 if isinstance(outer, ast.Call) and any("optim" in name for name in self._program.qualified(outer.func)):
                     return False
@@ -764,8 +782,7 @@ class _Walk:
             if isinstance(node, (ast.Call, ast.Subscript, ast.Await, ast.Yield)):
                 return False
             place = self._flow.place(node) if isinstance(node, (ast.Name, ast.Attribute)) else None
-            bindings = self._flow.bindings.get(place, []) if place is not None else []
-            if any(self._program.loops(binding.node) for binding in bindings):
+            if any(self._program.loops(binding.node) for binding in self._flow.bindings_at(place)):
                 return False
         return True
 
@@ -774,20 +791,33 @@ def _in_state(worlds: Worlds, state: State) -> Worlds:
     return frozenset(World(state, world.facts) for world in worlds)
 
 
-def _is_generator(function: Function) -> bool:
-    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))
+def _changed(worlds: Worlds, states: Mapping[State, State]) -> Worlds:
+    """Return the worlds with some states in place of others."""
+    return frozenset(World(states.get(world.state, world.state), world.facts) for world in worlds)
 
 
-def _events(node: ast.AST) -> Iterator[ast.Call | ast.Attribute | ast.Name]:
+def _yields(node: ast.AST) -> bool:
+    return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
+
+
+def _is_function(value: ast.expr) -> bool:
+    """Return whether a value is a function that is made in place."""
+    return isinstance(value, ast.Lambda) or called_name(value) in ("partial", "attrgetter")
+
+
+def _reads_gradient(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load)
+
+
+def _events(node: ast.AST) -> Iterator[Event]:
     """Yield the calls, the names and the looks at gradients in a statement, each after what it contains."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Lambda):  # who gets it may call it at once
             yield from (event for event in _events(child.body) if not isinstance(event, ast.Call))
         elif not isinstance(child, (*FUNCTIONS, ast.ClassDef)):
             yield from _events(child)
-    reads = isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load)
-    if isinstance(node, (ast.Call, ast.Name)) or reads:
-        yield node  # type: ignore[misc]
+    if isinstance(node, (ast.Call, ast.Name)) or _reads_gradient(node):
+        yield node
     elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute) and node.target.attr == "grad":
         yield node.target
 

@@ -123,18 +123,17 @@ def programs(
     Two files are of one program where one imports the other, or a third imports both, directly or through others.
     """
     by_path = {outline.path: outline for outline in outlines}
+    receivers = {path for path, content in data.items() if _RECEIVER.search(content)}
+    unreadable = {path for path, outline in by_path.items() if outline.error is not None}
     groups = _Groups()
-    for framework in sorted({framework for outline in by_path.values() for framework in outline.frameworks}):
-        members = {
-            path for path, outline in by_path.items() if framework in outline.frameworks or outline.error is not None
-        }
-        if framework in _SCALED:
-            members |= {path for path, content in data.items() if _RECEIVER.search(content)}
+    for framework in sorted(frozenset().union(*(outline.frameworks for outline in by_path.values()))):
+        users = {path for path, outline in by_path.items() if framework in outline.frameworks}
+        members = users | unreadable | (receivers if framework in _SCALED else set())
         for connected in _connected(imports, members):
-            if any(path in by_path and framework in by_path[path].frameworks for path in connected):
+            if not users.isdisjoint(connected):
                 groups.join(connected)
-    for path, outline in by_path.items():
-        if outline.error is None:
+    for path in by_path:
+        if path not in unreadable:
             groups.join([path])
     return groups.all()
 
@@ -242,7 +241,41 @@ def rewrite(files: Sequence[tuple[Path, bytes]], around: Surroundings | None = N
     """Return what the files of one program would become. Never raises for what is in them."""
     around = around or Surroundings()
     reports = {path: FileReport(path, "unchanged", before=data, after=data) for path, data in files}
-    named = {path: data for path, data in files}
+    named = dict(files)
+    program = _program(named, around)
+    unreadable = [path for path, data in files if not _add(program, data, reports[path])]
+    try:
+        texts = _rewrite(program, reports)
+    except NeedsHumanError as error:
+        culprit = program.source(error.node).path
+        graph = import_graph(named, around.modules)
+        leaf = not any(culprit in imported for path, imported in graph.items() if path != culprit)
+        _block(reports, culprit, error.finding, around.foreign, leaf)
+        return list(reports.values())
+    except Exception as error:  # a program that the analysis cannot cope with must not keep the others from theirs
+        what = f"it cannot be analysed: {type(error).__name__}: {error}"
+        finding = Finding(1, "todo", what, "It was left as it is; report this.")
+        return [replace(report, status="error", findings=[finding]) for report in reports.values()]
+    if unreadable and texts:
+        _block(reports, unreadable[0], reports[unreadable[0]].findings[0], around.foreign)
+    else:
+        _put(texts, reports, around)
+    return list(reports.values())
+
+
+def _put(texts: Mapping[Path, bytes], reports: Mapping[Path, FileReport], around: Surroundings) -> None:
+    """Put the new texts into the reports, if all are of files that were named."""
+    outside = [path for path in texts if path in around.foreign or path not in reports]
+    if outside:
+        finding = Finding(1, "todo", "the same mixed precision is used", "Pass that file, too.")
+        _block(reports, outside[0], finding, {*around.foreign, outside[0]})
+        return
+    for path, data in texts.items():
+        reports[path].status, reports[path].after = "changed", data
+
+
+def _program(named: Mapping[Path, bytes], around: Surroundings) -> Program:
+    """Return a program without files, which finds those of its tree on disk."""
 
     def load(path: Path) -> Source | None:
         try:
@@ -258,30 +291,7 @@ def rewrite(files: Sequence[tuple[Path, bytes]], around: Surroundings | None = N
                 except OSError:
                     continue
 
-    program = Program(around.modules, load, importers)
-    unreadable = [path for path, data in files if not _add(program, data, reports[path])]
-    try:
-        texts = _rewrite(program, reports)
-    except NeedsHumanError as error:
-        culprit = program.source(error.node).path
-        graph = import_graph(named, around.modules)
-        leaf = not any(culprit in imported for path, imported in graph.items() if path != culprit)
-        _block(reports, culprit, error.finding, around.foreign, leaf)
-        return list(reports.values())
-    except Exception as error:  # a program that the analysis cannot cope with must not keep the others from theirs
-        what = f"it cannot be analysed: {type(error).__name__}: {error}"
-        finding = Finding(1, "todo", what, "It was left as it is; report this.")
-        return [replace(report, status="error", findings=[finding]) for report in reports.values()]
-    outside = [path for path in texts if path in around.foreign or path not in reports]
-    if unreadable and texts:
-        _block(reports, unreadable[0], reports[unreadable[0]].findings[0], around.foreign)
-    elif outside:
-        finding = Finding(1, "todo", "the same mixed precision is used", "Pass that file, too.")
-        _block(reports, outside[0], finding, {*around.foreign, outside[0]})
-    else:
-        for path, data in texts.items():
-            reports[path].status, reports[path].after = "changed", data
-    return list(reports.values())
+    return Program(around.modules, load, importers)
 
 
 def _add(program: Program, data: bytes, report: FileReport) -> bool:

@@ -28,6 +28,26 @@ class Progress(Protocol):
 
 def examine(paths: Iterable[Path], progress: Progress | None = None) -> list[FileReport]:
     """Return what files would become. Never raises for what is in them."""
+    reports, data = _read(paths)
+    foreign = _imported_beside(data)
+    data |= foreign
+    work = _Work(progress)
+    outlines = work.do("Reading", _outline, [[file] for file in data.items() if is_hinted(file[1])])
+    for read in outlines:
+        if read.error is not None and read.path in reports:
+            before = data[read.path]
+            reports[read.path] = FileReport(read.path, "error", [read.error], before, before)
+    modules = Modules(data)
+    imports = import_graph(data, modules)
+    groups = [[(path, data[path]) for path in group] for group in programs(outlines, data, imports)]
+    work.around = Surroundings(modules, _inverted(imports), frozenset(foreign))
+    for rewritten in work.do("Rewriting", _rewrite, groups):
+        reports.update({report.path: report for report in rewritten if report.path in reports})
+    return list(reports.values())
+
+
+def _read(paths: Iterable[Path]) -> tuple[dict[Path, FileReport], dict[Path, bytes]]:
+    """Return a report for each file, and what is in those that can be read."""
     reports: dict[Path, FileReport] = {}
     data: dict[Path, bytes] = {}
     for path in paths:
@@ -36,26 +56,16 @@ def examine(paths: Iterable[Path], progress: Progress | None = None) -> list[Fil
             reports[path] = FileReport(path, "unchanged", before=data[path], after=data[path])
         except OSError as error:
             reports[path] = _failed(FileReport(path, "error"), "cannot be read", error)
-    foreign = _imported_beside(data)
-    data |= foreign
-    hinted = [(path, content) for path, content in data.items() if is_hinted(content)]
-    work = _Work(progress)
-    outlines = work.do("Reading", _outline, [[file] for file in hinted])
-    for read in outlines:
-        if read.error is not None and read.path in reports:
-            before = data[read.path]
-            reports[read.path] = FileReport(read.path, "error", [read.error], before, before)
-    modules = Modules(data)
-    imports = import_graph(data, modules)
-    groups = [[(path, data[path]) for path in group] for group in programs(outlines, data, imports)]
+    return reports, data
+
+
+def _inverted(imports: Mapping[Path, Sequence[Path]]) -> dict[Path, list[Path]]:
+    """Return the files that import each file."""
     importers: dict[Path, list[Path]] = {}
     for path, imported in imports.items():
         for other in imported:
             importers.setdefault(other, []).append(path)
-    work.around = Surroundings(modules, importers, frozenset(foreign))
-    for rewritten in work.do("Rewriting", _rewrite, groups):
-        reports.update({report.path: report for report in rewritten if report.path in reports})
-    return list(reports.values())
+    return importers
 
 
 def _imported_beside(data: Mapping[Path, bytes]) -> dict[Path, bytes]:

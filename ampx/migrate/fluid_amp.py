@@ -58,8 +58,18 @@ def _check_offered(program: Program, names: Sequence[tuple[Reference, str]]) -> 
             )
 
 
-def _is_of_fluid(statement: ast.Import | ast.ImportFrom) -> bool:
-    return any(f"{import_key(statement, alias)[1]}.".startswith("paddle.fluid.") for alias in statement.names)
+def _imports_of_fluid(program: Program, tree: ast.Module) -> list[ast.stmt]:
+    """Return the imports of fluid: those at the top level, where there are such."""
+    lines = [
+        statement
+        for statement in program.imports(tree)
+        if any(f"{import_key(statement, alias)[1]}.".startswith("paddle.fluid.") for alias in statement.names)
+    ]
+    return [statement for statement in lines if program.parent(statement) is tree] or list(lines)
+
+
+def _is_installed(program: Program, tree: ast.Module) -> bool:
+    return any(alias.name == _MODULE for statement in program.imports(tree) for alias in statement.names)
 
 
 def _rewrite_file(plan: Plan, tree: ast.Module) -> None:
@@ -67,15 +77,13 @@ def _rewrite_file(plan: Plan, tree: ast.Module) -> None:
     names = [(node, name) for node, name in program.references(tree) if name.startswith("paddle.fluid.")]
     _check_offered(program, names)
     uses = [node for node, name in names if name.startswith(ROOTS)]
-    imports = program.imports(tree)
-    if not uses or any(alias.name == _MODULE for statement in imports for alias in statement.names):
+    if not uses or _is_installed(program, tree):
         return
-    lines = [statement for statement in imports if _is_of_fluid(statement)]
+    lines = _imports_of_fluid(program, tree)
     if not lines:
         raise NeedsHumanError(uses[0], "fluid is used and not imported here", "Import `ampx_paddle.fluid` by hand.")
-    top = [statement for statement in lines if program.parent(statement) is tree]
     edits = plan.of(tree)
-    edits.insert_before((top or lines)[0], f"import {_MODULE}\n\n{_MODULE}.install()")
+    edits.insert_before(lines[0], f"import {_MODULE}\n\n{_MODULE}.install()")
     edits.tell(
         uses[0],
         "note",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ampx.syntax.flow import Binding, Flow, Place
-from ampx.syntax.program import FUNCTIONS, Reference, called_name, decided, dotted, is_none
+from ampx.syntax.program import FUNCTIONS, Function, Reference, called_name, decided, dotted, is_none, receiver
 from ampx.syntax.source import Source
 
 from .edits import Edits, Plan
@@ -70,19 +70,7 @@ class ScalerRewriter:
 
     def rewrite(self) -> Scaler | None:
         """Plan everything; return the scaler, if there is one."""
-        types: list[Reference] = []
-        calls: list[ast.Call] = []
-        for node, name in self._program.references():
-            if name not in self._constructors:
-                continue
-            parent = self._program.parent(node)
-            self._edits(node).claimed.add(node)
-            if isinstance(parent, ast.Call) and parent.func is node:
-                calls.append(parent)
-            elif self._is_type(node):
-                types.append(node)
-            else:
-                raise self._block(node, f"`{self._program.code(node)}` is used without being called", BY_HAND)
+        calls, types = self._find_constructors()
         if not calls:
             return None
         if len(calls) > 1:
@@ -97,14 +85,31 @@ class ScalerRewriter:
             self._follow(scaler)
         self._check_bindings(scaler)
         self._check_holders(scaler)
-        for place in scaler.places:
-            for use in self._flow.uses.get(place, []):
-                self._use(scaler, use)
+        for use in self._uses(scaler):
+            self._use(scaler, use)
         self._finish(scaler)
         for node in types:
             if self._edits(node).nodes:  # an annotation alone is no reason to change a file
                 self._edits(node).expression(node, "ampx.Amp")
         return scaler
+
+    def _find_constructors(self) -> tuple[list[ast.Call], list[Reference]]:
+        """Return the calls that make a scaler, and where the class is named as a type."""
+        calls: list[ast.Call] = []
+        types: list[Reference] = []
+        for node in [node for node, name in self._program.references() if name in self._constructors]:
+            self._edits(node).claimed.add(node)
+            call = self._program.call_of(node)
+            if call is not None:
+                calls.append(call)
+            elif self._is_type(node):
+                types.append(node)
+            else:
+                raise self._block(node, f"`{self._program.code(node)}` is used without being called", BY_HAND)
+        return calls, types
+
+    def _uses(self, scaler: Scaler) -> list[Reference]:
+        return [use for place in scaler.places for use in self._flow.uses_at(place)]
 
     def _edits(self, node: ast.AST) -> Edits:
         return self._plan.of(node)
@@ -123,30 +128,32 @@ class ScalerRewriter:
 
     def _begin(self, call: ast.Call) -> Scaler:
         program = self._program
-        value: ast.AST = call
-        maybe_none = False
-        parent = program.parent(value)
-        if isinstance(parent, ast.IfExp) and value is not parent.test:
-            other = parent.orelse if parent.body is value else parent.body
-            if not is_none(other):
-                raise self._block(parent, f"`{program.code(parent)}` makes one of two things", BY_HAND)
-            maybe_none, value, parent = True, parent, program.parent(parent)
-        target: ast.AST | None = None
-        if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and parent.value is value:
-            target = parent.targets[0]
-        elif isinstance(parent, ast.AnnAssign) and parent.value is value:
-            target = parent.target
+        target, maybe_none = self._kept_in(call)
         place = None if target is None else self._flow.place(target)
         if target is None or place is None:
             raise self._block(call, f"`{program.code(call)}` is not kept in a variable", BY_HAND)
         statement = program.statement(call)
         if program.loops(statement):
             raise self._block(call, "a scaler is made in a loop", BY_HAND)
-        maybe_none = maybe_none or any(is_none(binding.value) for binding in self._flow.bindings.get(place, []))
+        maybe_none = maybe_none or any(map(is_none, self._flow.values_at(place)))
         self._check_made_once(call)
         scaler = Scaler(call, Start(statement, program.code(target), maybe_none), self._write_init(call), {place})
         self._edits(call).expression(call, scaler.init)
         return scaler
+
+    def _kept_in(self, call: ast.Call) -> tuple[ast.AST | None, bool]:
+        """Return the target that a scaler is assigned to, and whether the same line may assign None."""
+        program = self._program
+        value: ast.AST = call
+        choice = program.parent(call)
+        if isinstance(choice, ast.IfExp) and call is not choice.test:
+            if not is_none(choice.orelse if choice.body is call else choice.body):
+                raise self._block(choice, f"`{program.code(choice)}` makes one of two things", BY_HAND)
+            value = choice
+        match program.parent(value):
+            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+                return target, value is choice
+        return None, False
 
     def _check_made_once(self, call: ast.Call) -> None:
         """Refuse a scaler of objects of which there are several."""
@@ -162,7 +169,7 @@ class ScalerRewriter:
         """Add the parameters and attributes that the scaler is passed on to."""
         waiting = list(scaler.places)
         while waiting:
-            for use in self._flow.uses.get(waiting.pop(), []):
+            for use in self._flow.uses_at(waiting.pop()):
                 for place in self._passed_to(use):
                     if place not in scaler.places:
                         scaler.places.add(place)
@@ -177,24 +184,16 @@ class ScalerRewriter:
 
     def _load_receivers(self, scaler: Scaler) -> bool:
         """Take in the files of functions that get the scaler or an optimizer; return whether there was one."""
-        stepped = [
-            argument
-            for place in scaler.places
-            for use in self._flow.uses.get(place, [])
-            for argument in self._stepped_by(use)
-        ]
-        tracked = scaler.places | {place for place in map(self._flow.place, stepped) if place is not None}
-        for optimizer in stepped:
-            origins = self._origins(scaler, optimizer) or ()
-            tracked |= {place for place in (self._flow.place(origin.node) for origin in origins) if place is not None}
-        loaded = False
-        for place in tracked:
-            for use in self._flow.uses.get(place, []):
-                parent = self._program.parent(use)
-                call = self._program.parent(parent) if isinstance(parent, ast.keyword) else parent
-                if isinstance(call, ast.Call) and use is not call.func:
-                    loaded = self._program.load(call.func) or loaded
-        return loaded
+        places = scaler.places | self._places_of_optimizers(scaler)
+        calls = [self._program.receiving_call(use) for place in places for use in self._flow.uses_at(place)]
+        return any([self._program.load(call.func) for call in calls if call is not None])
+
+    def _places_of_optimizers(self, scaler: Scaler) -> set[Place]:
+        """Return what holds the optimizers that the scaler steps or unscales, here and where they are made."""
+        optimizers = [optimizer for use in self._uses(scaler) for optimizer in self._stepped_by(use)]
+        origins = [origin for optimizer in optimizers for origin in self._origins(scaler, optimizer) or ()]
+        places = map(self._flow.place, [*optimizers, *(origin.node for origin in origins)])
+        return {place for place in places if place is not None}
 
     def _stepped_by(self, use: Reference) -> list[ast.expr]:
         """Return the optimizers of a call of the scaler that steps or unscales."""
@@ -206,7 +205,7 @@ class ScalerRewriter:
 
     def _check_bindings(self, scaler: Scaler) -> None:
         for place in scaler.places:
-            for binding in self._flow.bindings.get(place, []):
+            for binding in self._flow.bindings_at(place):
                 if not self._is_scaler(scaler, place, binding):
                     code = self._program.code(binding.node).strip()
                     raise self._block(binding.node, f"`{code}` is the scaler here and something else there", BY_HAND)
@@ -240,19 +239,18 @@ class ScalerRewriter:
 
     def _use(self, scaler: Scaler, use: Reference) -> None:
         parent = self._program.parent(use)
-        code = self._program.code
+        getter = self._program.receiving_call(use)
         if isinstance(parent, ast.Attribute):
-            call = self._program.parent(parent)
-            if not isinstance(call, ast.Call) or call.func is not parent:
+            call = self._program.call_of(parent)
+            if call is None:
                 raise self._unknown(parent)
             self._method(scaler, parent.attr, call)
-            return
-        call = self._program.parent(parent) if isinstance(parent, ast.keyword) else parent
-        if isinstance(call, ast.Call) and use is not call.func:
-            if not self._flow.receivers(use) and not self._is_isinstance(call):
+        elif getter is not None:
+            if not self._flow.receivers(use) and not self._is_isinstance(getter):
+                function = self._program.code(getter.func)
                 raise self._block(
                     use,
-                    f"the scaler is passed to `{code(call.func)}`, which is no function of the files that are migrated",
+                    f"the scaler is passed to `{function}`, which is no function of the files that are migrated",
                     "Pass the file that has it, too; or migrate both by hand.",
                 )
         elif not (isinstance(parent, _TESTS) or (isinstance(parent, ast.Assign) and self._passed_to(use))):
@@ -262,36 +260,45 @@ class ScalerRewriter:
         return self._block(node, f"`{self._program.code(node).strip()}` has no counterpart that is known", BY_HAND)
 
     def _method(self, scaler: Scaler, name: str, call: ast.Call) -> None:
-        edits = self._edits(call)
-        args = [
-            *(value for value in call.args if not isinstance(value, ast.Starred)),
-            *(keyword.value for keyword in call.keywords if keyword.arg is not None),
-        ]
-        complete = len(args) == len(call.args) + len(call.keywords)
-        is_statement = isinstance(self._program.parent(call), ast.Expr)
-        if not complete:
+        """Plan what takes the place of a call of the scaler."""
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        hidden = None in [keyword.arg for keyword in call.keywords] or ast.Starred in map(type, values)
+        method = _METHODS.get(name)
+        if hidden or method is None or len(values) != method.arguments:
             raise self._unknown(call)
-        if name == "scale" and len(args) == 1:
-            scaler.backward.append(call)
-        elif (name, len(args)) in (("step", 1), ("minimize", 2)) and is_statement:
-            self._note_optimizer(scaler, args[0])
-            scaler.steps.append((call, args[0]))
-            edits.expression(call, f"{self._program.code(args[0])}.step()")
-        elif name == "unscale_" and len(args) == 1 and is_statement:
-            self._note_optimizer(scaler, args[0])
-            edits.expression(call.func, "ampx.unscale")
-        elif name == "update" and not args and is_statement:
-            scaler.updates.append(call)
-            edits.remove(call)
-        elif name in ("get_scale", "get_loss_scaling") and not args:
-            scaler.loads.append(call)  # rewritten when the optimizers are known
-        elif name in ("is_enabled", "is_enable") and not args:
-            holder = self._program.code(call.func.value)  # type: ignore[attr-defined]
-            edits.expression(call, f"{holder}.enabled")
-        elif name == "load_state_dict" and len(args) == 1:
-            scaler.loads.append(call)
-            edits.expression(args[0], lambda: f"ampx.import_state({edits.code(args[0])})")
-        elif name != "state_dict" or args or isinstance(self._program.parent(call), (ast.Subscript, ast.Attribute)):
+        if method.is_statement and not isinstance(self._program.parent(call), ast.Expr):
+            raise self._unknown(call)
+        method.plan(self, scaler, call, *values)
+
+    def _plan_scale(self, scaler: Scaler, call: ast.Call, _: ast.expr) -> None:
+        scaler.backward.append(call)
+
+    def _plan_step(self, scaler: Scaler, call: ast.Call, optimizer: ast.expr, *_: ast.expr) -> None:
+        self._note_optimizer(scaler, optimizer)
+        scaler.steps.append((call, optimizer))
+        self._edits(call).expression(call, f"{self._program.code(optimizer)}.step()")
+
+    def _plan_unscale(self, scaler: Scaler, call: ast.Call, optimizer: ast.expr) -> None:
+        self._note_optimizer(scaler, optimizer)
+        self._edits(call).expression(call.func, "ampx.unscale")
+
+    def _plan_update(self, scaler: Scaler, call: ast.Call) -> None:
+        scaler.updates.append(call)
+        self._edits(call).remove(call)
+
+    def _plan_get_scale(self, scaler: Scaler, call: ast.Call) -> None:
+        scaler.loads.append(call)  # rewritten when the optimizers are known
+
+    def _plan_is_enabled(self, scaler: Scaler, call: ast.Call) -> None:
+        self._edits(call).expression(call, f"{self._program.code(_holder(call))}.enabled")
+
+    def _plan_load(self, scaler: Scaler, call: ast.Call, state: ast.expr) -> None:
+        edits = self._edits(call)
+        scaler.loads.append(call)
+        edits.expression(state, lambda: f"ampx.import_state({edits.code(state)})")
+
+    def _plan_state(self, scaler: Scaler, call: ast.Call) -> None:
+        if isinstance(self._program.parent(call), (ast.Subscript, ast.Attribute)):
             raise self._unknown(call)
 
     def _note_optimizer(self, scaler: Scaler, optimizer: ast.expr) -> None:
@@ -388,7 +395,7 @@ class ScalerRewriter:
     def _everybody_passes(self, scaler: Scaler, node: ast.expr) -> bool:
         """Return whether a parameter that holds the scaler gets it in every call."""
         place = self._flow.place(node)
-        for binding in self._flow.bindings.get(place, []) if place is not None else ():
+        for binding in self._flow.bindings_at(place):
             owner = self._program.parent(self._program.parent(binding.node))
             if isinstance(binding.node, ast.arg) and isinstance(owner, FUNCTIONS) and place is not None:
                 arguments = self._flow.arguments(place)
@@ -413,7 +420,7 @@ class ScalerRewriter:
 
     def _wrap(self, scaler: Scaler) -> list[ast.stmt]:
         """Plan the wrapping of the optimizers that share the loss scale; return the lines after which it stands."""
-        program, groups = self._program, self._made(scaler)
+        groups = self._made(scaler)
         bindings = [binding for _, group in groups for binding in group]
         names = [name for name, _ in groups]
         starts = {self._start_for(scaler, binding) for binding in bindings}
@@ -421,28 +428,29 @@ class ScalerRewriter:
         if starts:
             raise self._block(scaler.call, f"{', '.join(names)} are made in several functions", _WRAP)
         late = [binding for binding in bindings if not self._precedes(binding, start)]
-        if not late:
-            points = [start.statement]
-        else:
-            for binding in late:
-                self._check_after(binding, start)
-                self._check_not_replaced(binding, late)
-            points = [program.statement(binding.node) for binding in late]
-            if len(names) == 1:
-                if len(late) < len(bindings):
-                    raise self._block(late[0].node, f"`{names[0]}` is made before and after the session begins", _WRAP)
-            else:
-                last = max(bindings, key=lambda binding: program.order(binding.node))
-                blocks = {id(program.block(point)) for point in points}
-                if len(blocks) > 1 or len(bindings) > len(names):
-                    what = f"{', '.join(names)} share a loss scale and are made in several places"
-                    raise self._block(last.node, what, _WRAP)
-                points = [program.statement(last.node)]
+        for binding in late:
+            self._check_after(binding, start)
+            self._check_not_replaced(binding, late)
+        points = self._wrapping_points(names, bindings, late) if late else [start.statement]
         for binding in bindings:
             self._check_not_held(binding, points)
         for point in points:
             self._edits(point).insert_after(point, _wrap_text(names, start))
         return points
+
+    def _wrapping_points(self, names: list[str], bindings: list[Binding], late: list[Binding]) -> list[ast.stmt]:
+        """Return the lines behind which optimizers are wrapped that are made after the session begins."""
+        program = self._program
+        points = [program.statement(binding.node) for binding in late]
+        if len(names) == 1:
+            if len(late) < len(bindings):
+                raise self._block(late[0].node, f"`{names[0]}` is made before and after the session begins", _WRAP)
+            return points
+        last = max(bindings, key=lambda binding: program.order(binding.node))
+        if len({id(program.block(point)) for point in points}) > 1 or len(bindings) > len(names):
+            what = f"{', '.join(names)} share a loss scale and are made in several places"
+            raise self._block(last.node, what, _WRAP)
+        return [program.statement(last.node)]
 
     def _made(self, scaler: Scaler) -> list[tuple[str, list[Binding]]]:
         """Return what holds the optimizers of a scaler: for each place its code, and where it is bound."""
@@ -494,18 +502,26 @@ class ScalerRewriter:
         program = self._program
         home, other = program.function(start.statement), program.function(binding.node)
         if home is other:
-            after = program.order(binding.node) > program.order(start.statement)
             block = program.block(start.statement)
-            inside = any(program.inside(binding.node, statement) for statement in block)
-            if after and (start.maybe_none or inside):
-                return
-        elif isinstance(home, ast.Module) and home is program.module(other) and not start.maybe_none:
-            calls = [] if isinstance(other, ast.Module) else self._flow.calls_of(other)
-            early = [call for call in calls if program.function(call) is home]
-            if not any(program.order(call) < program.order(start.statement) for call in early):
-                return
-        name = program.code(binding.node)
-        raise self._block(binding.node, f"it cannot be told whether `{name}` is made after the session begins", _WRAP)
+            inside = start.maybe_none or any(program.inside(binding.node, statement) for statement in block)
+            after = inside and program.order(binding.node) > program.order(start.statement)
+        else:
+            after = not start.maybe_none and self._is_called_after(other, start)
+        if not after:
+            name = program.code(binding.node)
+            raise self._block(
+                binding.node, f"it cannot be told whether `{name}` is made after the session begins", _WRAP
+            )
+
+    def _is_called_after(self, function: Function | ast.Module, start: Start) -> bool:
+        """Return whether a session begins in a module, before the module calls a function of its own."""
+        program = self._program
+        home = program.function(start.statement)
+        if not isinstance(home, ast.Module) or home is not program.module(function):
+            return False
+        calls = [] if isinstance(function, ast.Module) else self._flow.calls_of(function)
+        early = [call for call in calls if program.function(call) is home]
+        return not any(program.order(call) < program.order(start.statement) for call in early)
 
     def _check_not_replaced(self, binding: Binding, others: list[Binding]) -> None:
         """Refuse an optimizer that takes another's place: the scaler goes on, its own scale would begin anew."""
@@ -531,7 +547,7 @@ class ScalerRewriter:
         program = self._program
         place = self._flow.place(binding.node)
         home = program.function(binding.node)
-        for use in self._flow.uses.get(place, []) if place is not None else ():
+        for use in self._flow.uses_at(place):
             if asks_for_type(program, use):
                 raise self._block(
                     use, f"`{program.code(program.parent(use))}` is the wrapper's class", "Use isinstance."
@@ -592,26 +608,18 @@ class ScalerRewriter:
 
     def _stepped_after(self, scaler: Scaler, call: ast.Call) -> list[str]:
         """Return the optimizers whose gradients a backward makes: those stepped between it and the next one after."""
-        program = self._program
-        home, here = program.function(call), program.order(call)
-        events: list[tuple[tuple[int, int], ast.expr | None]] = [
-            (program.order(other), None) for other in scaler.backward if program.function(other) is home
-        ]
-        events += [
-            (program.order(step), optimizer) for step, optimizer in scaler.steps if program.function(step) is home
-        ]
-        texts: list[str] = []
-        for order, optimizer in sorted(events, key=lambda event: event[0]):
-            if order <= here:
-                continue
-            if optimizer is not None:
-                text = program.code(optimizer)
-                texts += [] if text in texts else [text]
-            elif texts:
-                break
+        steps = [(step, optimizer) for step, optimizer in scaler.steps if self._follows(step, call)]
+        others = [other for other in scaler.backward if steps and self._follows(other, steps[0][0])]
+        codes = [self._program.code(opt) for step, opt in steps if not others or not self._follows(step, others[0])]
+        texts = list(dict.fromkeys(codes))
         if not texts and len(scaler.optimizers) > 1:
             raise self._block(call, "it cannot be told which optimizers this backward is for", BY_HAND)
         return texts or self._visible(scaler, call)
+
+    def _follows(self, node: ast.AST, other: ast.AST) -> bool:
+        """Return whether a node stands in the same function as another, behind it."""
+        program = self._program
+        return program.function(node) is program.function(other) and program.order(node) > program.order(other)
 
     def _visible(self, scaler: Scaler, node: ast.AST) -> list[str]:
         """Return an optimizer of the scaler as it can be named at a node; all have the same loss scale."""
@@ -641,7 +649,7 @@ class ScalerRewriter:
         text = self._program.code(optimizer)
         if place is None or not text.startswith("self.") or not isinstance(node, ast.Call):
             return None
-        holder = node.func.value if isinstance(node.func, ast.Attribute) else None
+        holder = receiver(node)
         held = None if holder is None else self._flow.place(holder)
         if isinstance(holder, ast.Attribute) and held is not None and held[0] is place[0] and held[1].count(".") == 1:
             return f"{self._program.code(holder.value)}.{place[1].removeprefix('self.')}"
@@ -671,7 +679,38 @@ class ScalerRewriter:
         scale = f"{self._visible(scaler, call)[0]}.loss_scale"
         if not ("loss_scale=" in scaler.init and "enabled=" in scaler.init):
             return scale
-        return f"({scale} if {self._program.code(call.func.value)}.enabled else 1.0)"  # type: ignore[attr-defined]
+        return f"({scale} if {self._program.code(_holder(call))}.enabled else 1.0)"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of a scaler that is rewritten."""
+
+    plan: Callable[..., None]  # plans the edits of a call: takes the rewriter, the scaler, the call, the arguments
+    arguments: int = 0  # how many it takes
+    is_statement: bool = False  # what it returns has no counterpart
+
+
+_METHODS: Final = {
+    "scale": Method(ScalerRewriter._plan_scale, 1),
+    "step": Method(ScalerRewriter._plan_step, 1, is_statement=True),
+    "minimize": Method(ScalerRewriter._plan_step, 2, is_statement=True),
+    "unscale_": Method(ScalerRewriter._plan_unscale, 1, is_statement=True),
+    "update": Method(ScalerRewriter._plan_update, is_statement=True),
+    "get_scale": Method(ScalerRewriter._plan_get_scale),
+    "get_loss_scaling": Method(ScalerRewriter._plan_get_scale),
+    "is_enabled": Method(ScalerRewriter._plan_is_enabled),
+    "is_enable": Method(ScalerRewriter._plan_is_enabled),
+    "load_state_dict": Method(ScalerRewriter._plan_load, 1),
+    "state_dict": Method(ScalerRewriter._plan_state),
+}
+
+
+def _holder(call: ast.Call) -> ast.expr:
+    """Return what a method is called on."""
+    holder = receiver(call)
+    assert holder is not None
+    return holder
 
 
 def _wrap_text(names: list[str], start: Start) -> str:

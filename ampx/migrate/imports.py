@@ -23,16 +23,12 @@ def fix(before: Edits, roots: Mapping[str, bool], more: Mapping[str, str]) -> So
     whether `import ampx` takes the place of such an import in a `try` or a function.
     """
     after = _Imports(before.source.with_text(before.apply()))
-    used_before = {key for key, count in before.program.uses_of_imports(before.source.tree).items() if count}
-    gone = {key for key in used_before if _root(key, roots) is not None and not after.uses.get(key, 1)}
+    gone = {key for key in _used_imports(before) if _root(key, roots) is not None and not after.uses.get(key, 1)}
     in_place = {key for key in gone if roots[str(_root(key, roots))]}
     first = after.remove(gone, in_place)
     text = after.edits.apply()
-    at_top = first is not None or not after.placed
-    if at_top and "ampx" in {name.id for name in after.program.every(ast.Name)}:
-        top = [statement for statement in after.source.tree.body if _imports_any(statement, _FRAMEWORKS)]
-        kept = [statement for statement in top if statement not in after.removed]
-        if first is not None and not kept:  # nothing to sort it by
+    if (first is not None or not after.placed) and after.uses_ampx:
+        if first is not None and not after.keeps_framework:  # nothing to sort it by
             after = _Imports(after.source)
             after.remove(gone, in_place, at=first.lineno)
             text = after.edits.apply()
@@ -42,6 +38,10 @@ def fix(before: Edits, roots: Mapping[str, bool], more: Mapping[str, str]) -> So
     for name, comment in sorted(more.items()):
         source = source.with_text(_at_top(source, name, comment))
     return source
+
+
+def _used_imports(edits: Edits) -> list[Key]:
+    return [key for key, count in edits.program.uses_of_imports(edits.source.tree).items() if count]
 
 
 def _root(key: Key, roots: Iterable[str]) -> str | None:
@@ -59,6 +59,17 @@ class _Imports:
         self.uses = self.program.uses_of_imports(source.tree)
         self.placed = False
         self.removed: set[ast.stmt] = set()
+
+    @property
+    def uses_ampx(self) -> bool:
+        """Whether the code uses ampx."""
+        return any(name.id == "ampx" for name in self.program.every(ast.Name))
+
+    @property
+    def keeps_framework(self) -> bool:
+        """Whether a framework is still imported at the top level."""
+        top = (statement for statement in self.source.tree.body if statement not in self.removed)
+        return any(_imports_any(statement, _FRAMEWORKS) for statement in top)
 
     def remove(self, gone: Set[Key], in_place: Set[Key], at: int | None = None) -> ast.stmt | None:
         """Take names out of the imports; return the first statement of the module that lost one.
@@ -112,28 +123,25 @@ class _Imports:
 
 
 def _at_top(source: Source, name: str, comment: str = "") -> str:
-    """Import a module before the framework is, or after the docstring and what concerns the future."""
-    body = source.tree.body
+    """Import a module behind others of ampx, or before the framework, or after the docstring and `__future__`."""
+    body, text = source.tree.body, source.text
     line = f"import {name}  {comment}".rstrip() + source.newline
-    if any(
-        isinstance(statement, ast.Import) and any(a.name == name and not a.asname for a in statement.names)
-        for statement in body
-    ):
-        return source.text
+    if any(_imports_plainly(statement, name) for statement in body):
+        return text
     ours = [statement for statement in body if _imports_any(statement, _OURS)]
     if ours:
         at = source.next_line(source.span(ours[-1])[1])
-        if at == len(source.text) and not source.text.endswith(("\n", "\r")):
-            return f"{source.text}{source.newline}{line.rstrip()}"
-        return source.text[:at] + line + source.text[at:]
-    framework = next((statement for statement in body if _imports_any(statement, _FRAMEWORKS)), None)
-    if framework is None:
-        position = _after_docstring(body)
-        framework = body[position] if position < len(body) else None
-    if framework is None:
-        return f"{source.text}{line}"
-    at = source.line_start(source.span(framework)[0])
-    return source.text[:at] + line + source.text[at:]
+        if at == len(text) and not text.endswith(("\n", "\r")):
+            return f"{text}{source.newline}{line.rstrip()}"
+    else:
+        frameworks = [statement for statement in body if _imports_any(statement, _FRAMEWORKS)]
+        rest = frameworks or body[_after_docstring(body) :]
+        at = source.line_start(source.span(rest[0])[0]) if rest else len(text)
+    return text[:at] + line + text[at:]
+
+
+def _imports_plainly(statement: ast.stmt, name: str) -> bool:
+    return isinstance(statement, ast.Import) and any(a.name == name and not a.asname for a in statement.names)
 
 
 def _after_docstring(body: Sequence[ast.stmt]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Final
 
-from ampx.syntax.program import arguments, is_none
+from ampx.syntax.program import Reference, arguments, is_none
 
 from .edits import Plan
 from .report import NeedsHumanError
@@ -29,27 +29,28 @@ class MXNetAmp:
             root = next((root for root in ROOTS if f"{name}.".startswith(f"{root}.")), None)
             if root is None:
                 continue
-            edits = self._plan.of(node)
-            verb = name.removeprefix(root).removeprefix(".")
-            parent = self._program.parent(node)
-            call = parent if isinstance(parent, ast.Call) and parent.func is node else None
-            if verb == "init" and call is not None:
-                self._init(call)
-            elif verb == "init_trainer" and call is not None and len(call.args) == 1 and not call.keywords:
-                self._init_trainer(call)
-            elif verb in ("scale_loss", "unscale") and call is not None:
-                edits.expression(node, f"ampx.{verb}")
-            elif verb.startswith(("convert_", "list_")):
-                edits.expression(node, f"ampx_mxnet.amp.{verb}")
-                edits.imports["ampx_mxnet.amp"] = ""
-            else:
-                what = f"`{self._program.code(node)}` has no counterpart that is known"
-                raise NeedsHumanError(node, what, _BY_HAND)
-            edits.imports["ampx_mxnet.compat"] = _COMPAT
+            self._replace(node, name.removeprefix(root).removeprefix("."))
+            self._plan.of(node).imports["ampx_mxnet.compat"] = _COMPAT
+
+    def _replace(self, node: Reference, verb: str) -> None:
+        """Plan what takes the place of a name of the old module."""
+        edits, call = self._plan.of(node), self._program.call_of(node)
+        if verb.startswith(("convert_", "list_")):
+            edits.expression(node, f"ampx_mxnet.amp.{verb}")
+            edits.imports["ampx_mxnet.amp"] = ""
+        elif verb == "init" and call is not None:
+            self._init(call)
+        elif verb == "init_trainer" and call is not None and len(call.args) == 1 and not call.keywords:
+            self._init_trainer(call)
+        elif verb in ("scale_loss", "unscale") and call is not None:
+            edits.expression(node, f"ampx.{verb}")
+        else:
+            what = f"`{self._program.code(node)}` has no counterpart that is known"
+            raise NeedsHumanError(node, what, _BY_HAND)
 
     def _init(self, call: ast.Call) -> None:
         values = arguments(call, _INIT)
-        if values is None or not values.keys() <= set(_INIT):
+        if values is None:
             raise NeedsHumanError(call, "`amp.init` with arguments that cannot be read", _BY_HAND)
         for name in ("target_precision_ops", "conditional_fp32_ops", "fp32_ops"):
             if name in values and not is_none(values[name]):
@@ -75,7 +76,7 @@ class MXNetAmp:
         place = self._plan.flow.place(trainer)
         if not isinstance(trainer, ast.Name) or place is None or not isinstance(self._program.parent(call), ast.Expr):
             return False
-        bindings, uses = self._plan.flow.bindings.get(place, []), self._plan.flow.uses.get(place, [])
+        bindings, uses = self._plan.flow.bindings_at(place), self._plan.flow.uses_at(place)
         if len(bindings) != 1 or isinstance(bindings[0].node, ast.arg):
             return False
         if self._program.function(bindings[0].node) is not self._program.function(call):

@@ -17,10 +17,7 @@ def keeps(program: Program, use: Reference) -> bool:
     parent = program.parent(use)
     if isinstance(parent, (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Assign, ast.Return, ast.Yield)):
         return True
-    call = program.parent(parent) if isinstance(parent, ast.keyword) else parent
-    if not isinstance(call, ast.Call) or use is call.func:
-        return False
-    name = called_name(call)
+    name = called_name(program.receiving_call(use))
     return name[:1].isupper() and not _SCHEDULER.search(name)
 
 

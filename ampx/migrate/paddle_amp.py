@@ -39,7 +39,7 @@ def rewrite(plan: Plan) -> None:
 def _init(plan: Plan, call: ast.Call) -> str:
     """Write the call of `ampx.init`: level O0, since casting stays with `auto_cast`."""
     values = arguments(call, _ARGUMENTS)
-    if values is None or not values.keys() <= _ARGUMENTS.keys():
+    if values is None:
         raise NeedsHumanError(call, "a scaler with arguments that cannot be read", _BY_HAND)
     code = {name: plan.program.code(value) for name, value in values.items()}
     dynamic = code.pop("use_dynamic_loss_scaling", "True")

@@ -40,8 +40,7 @@ class TensorFlowAmp:
             parts = name.split(".")
             if parts[0] not in ROOTS:
                 continue
-            parent = self._program.parent(node)
-            call = parent if isinstance(parent, ast.Call) and parent.func is node else None
+            call = self._program.call_of(node)
             if parts[-1] in REWRITES:
                 self._plan.of(node).expression(node, f"ampx_tensorflow.{parts[-1]}")
                 self._plan.of(node).imports["ampx_tensorflow"] = ""
@@ -77,10 +76,10 @@ class TensorFlowAmp:
         self._plan.of(node).expression(node, f"{kept}.{'Policy' if name == 'Policy' else 'set_global_policy'}")
 
     def _wrap(self, call: ast.Call, names: tuple[str, ...]) -> None:
-        values = arguments(call, names)
+        values = arguments(call, names, *_NEW)
         inner = None if values is None else values.get(names[0])
         unclear = names is _NEW and len(call.args) > 1
-        if values is None or inner is None or unclear or not values.keys() <= {*names, *_NEW}:
+        if values is None or inner is None or unclear:
             raise NeedsHumanError(call, "`LossScaleOptimizer` with arguments that cannot be read", _BY_HAND)
         edits = self._plan.of(call)
         scale = self._old_scale(call, values) if names is _OLD else self._scale(call, values)

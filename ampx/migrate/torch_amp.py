@@ -52,8 +52,7 @@ class TorchAmp:
         self._plan = plan
         self._program = plan.program
         self._regions = self._find_regions()
-        self._device = self._enabled = ""
-        self._dtype: str | None = None
+        self._device = self._enabled = self._dtype = ""  # the session's, as code
 
     def rewrite(self) -> None:
         """Plan everything."""
@@ -69,41 +68,50 @@ class TorchAmp:
 
     def _init(self, call: ast.Call) -> str:
         """Write the call of `ampx.init` for the call of a GradScaler."""
-        code, edits = self._program.code, self._plan.of(call)
+        code = self._program.code
         name = min(self._program.qualified(call.func))
-        values = arguments(call, (("device", *_SETTINGS) if name in _NEW_SCALERS else _SETTINGS))
-        if values is None or not values.keys() <= {"device", *_SETTINGS}:
+        values = arguments(call, (("device", *_SETTINGS) if name in _NEW_SCALERS else _SETTINGS), "device")
+        if values is None:
             raise NeedsHumanError(call, "a scaler with arguments that cannot be read", "Write `ampx.init` by hand.")
-        device = '"cpu"' if name in _CPU_SCALERS else '"cuda"'
+        self._device = '"cpu"' if name in _CPU_SCALERS else '"cuda"'
         if "device" in values:
-            device = self._device_code(values["device"])
-        enabled = code(values["enabled"]) if "enabled" in values else None
-        enabled = None if enabled == "True" else enabled
-        self._device, self._enabled = device, enabled or ""
-        same = [region for region in self._regions if self._matches(region)]
-        self._dtype = next((region.dtype for region in same if region.dtype is not None), None)
-        if self._dtype is None or not self._dtype.startswith('"'):
-            self._dtype = '"bfloat16"' if device == '"cpu"' else '"float16"'
+            self._device = self._device_code(values["device"])
+        enabled = code(values["enabled"]) if "enabled" in values else "True"
+        self._enabled = "" if enabled == "True" else enabled
+        self._dtype = self._dtype_of_regions() or self._default_dtype
         options = ['"torch"', f"dtype={self._dtype}"]
-        on_cuda = device == '"cuda"'
-        if not on_cuda:
-            options.append(f"device={device}")
-        settings: dict[str, str] = {field: code(values[field]) for field in _SETTINGS[:-1] if field in values}
-        if settings:
-            options.append(f"loss_scale={loss_scale(settings)}")
-        elif self._dtype != '"float16"':
-            options.append('loss_scale="dynamic"')
+        if self._device != '"cuda"':
+            options.append(f"device={self._device}")
+        options += self._loss_scale({field: code(values[field]) for field in _SETTINGS[:-1] if field in values})
         options.append("process_wide=False")
-        if not on_cuda:
+        if self._device != '"cuda"':
             options.append('nan_loss="skip"')  # as a GradScaler does; on a GPU that is ampx's way too
-        if on_cuda:  # without CUDA such a scaler switches itself off
-            cuda = "torch.cuda.is_available()"
+        return self._plan.of(call).written(call, "ampx.init", [*options, *self._switch(call)])
+
+    @property
+    def _default_dtype(self) -> str:
+        """What an autocast region computes in that names no dtype, as code."""
+        return '"bfloat16"' if self._device == '"cpu"' else '"float16"'
+
+    def _dtype_of_regions(self) -> str | None:
+        """Return the first known dtype of the regions that are on where the session is; None where there is none."""
+        named = [region.dtype for region in self._regions if self._matches(region) and region.dtype is not None]
+        return named[0] if named and named[0].startswith('"') else None
+
+    def _loss_scale(self, settings: dict[str, str]) -> list[str]:
+        """Write the `loss_scale` option; in float16 a dynamic one is the default."""
+        if settings:
+            return [f"loss_scale={loss_scale(settings)}"]
+        return [] if self._dtype == '"float16"' else ['loss_scale="dynamic"']
+
+    def _switch(self, call: ast.Call) -> list[str]:
+        """Write the `enabled` option: without CUDA a scaler for it switches itself off."""
+        switches = [as_bool(self._enabled)] if self._enabled else []
+        if self._device == '"cuda"':
+            switches.append("torch.cuda.is_available()")
             if not self._imports_torch(call):
-                edits.imports["torch"] = ""
-            options.append(f"enabled={cuda}" if enabled is None else f"enabled={as_bool(enabled)} and {cuda}")
-        elif enabled is not None:
-            options.append(f"enabled={as_bool(enabled)}")
-        return edits.written(call, "ampx.init", options)
+                self._plan.of(call).imports["torch"] = ""
+        return [f"enabled={' and '.join(switches)}"] if switches else []
 
     def _imports_torch(self, call: ast.Call) -> bool:
         """Return whether the file has the name `torch`, at its top level."""
@@ -122,27 +130,21 @@ class TorchAmp:
     # -- regions ---------------------------------------------------------------------------------------
 
     def _find_regions(self) -> list[Region]:
-        regions = []
-        for node, name in self._program.references():
-            call = self._program.parent(node)
-            if name not in _OLD_REGIONS and name not in _NEW_REGIONS:
-                continue
-            if not isinstance(call, ast.Call) or call.func is not node:
-                continue
-            old = name in _OLD_REGIONS
-            names = (
-                ("enabled", "dtype", "cache_enabled") if old else ("device_type", "dtype", "enabled", "cache_enabled")
-            )
-            values = arguments(call, names)
-            if values is None or not values.keys() <= set(names) - {"cache_enabled"}:
-                continue
-            if not old and "device_type" not in values:
-                continue
-            device = f'"{_OLD_REGIONS[name]}"' if old else self._device_code(values["device_type"])
-            dtype = self._dtype_code(values.get("dtype"))
-            enabled = self._program.code(values["enabled"]) if "enabled" in values else None
-            regions.append(Region(node, call, device, dtype, None if enabled == "True" else enabled))
-        return regions
+        regions = [self._region(node, name) for node, name in self._program.references()]
+        return [region for region in regions if region is not None]
+
+    def _region(self, node: Reference, name: str) -> Region | None:
+        """Read an autocast region; None for another name, and where its arguments cannot be read."""
+        call, old = self._program.call_of(node), name in _OLD_REGIONS
+        if call is None or not (old or name in _NEW_REGIONS):
+            return None
+        names = ("enabled", "dtype", "cache_enabled") if old else ("device_type", "dtype", "enabled", "cache_enabled")
+        values = arguments(call, names)
+        if values is None or "cache_enabled" in values or not (old or "device_type" in values):
+            return None
+        device = f'"{_OLD_REGIONS[name]}"' if old else self._device_code(values["device_type"])
+        enabled = self._program.code(values["enabled"]) if "enabled" in values else None
+        return Region(node, call, device, self._dtype_code(values.get("dtype")), None if enabled == "True" else enabled)
 
     def _dtype_code(self, node: ast.expr | None) -> str | None:
         if node is None or self._program.code(node) == "None":
@@ -169,10 +171,9 @@ class TorchAmp:
             options = []
             if region.enabled is not None:
                 options.append(f"enabled={region.enabled}")
-            if region.dtype != self._dtype and region.enabled != "False":
-                default = '"bfloat16"' if self._device == '"cpu"' else '"float16"'
-                if region.dtype is not None or self._dtype != default:
-                    options.append(f"dtype={region.dtype or default}")
+            dtype = region.dtype or self._default_dtype
+            if dtype != self._dtype and region.enabled != "False":
+                options.append(f"dtype={dtype}")
             edits.expression(region.call, f"ampx.autocast({', '.join(options)})")
 
     def _reason_to_keep(self, scaler: Scaler, region: Region) -> str | None:
@@ -190,29 +191,38 @@ class TorchAmp:
                 return self._reason_at(outer.body[0], begin, ())  # type: ignore[attr-defined]
         return self._reason_at(region.call, begin, ())
 
-    def _reason_at(self, node: ast.AST, begin: ast.stmt, seen: tuple[Function, ...]) -> str | None:
+    def _reason_at(self, node: ast.AST, begin: ast.stmt, seen: tuple[ast.AST, ...]) -> str | None:
         """Return why a node may be reached without a session; None if it cannot."""
         program = self._program
         home, where = program.function(begin), program.function(node)
         if where is home:
             return "it comes before the session" if program.order(node) < program.order(begin) else None
-        if not isinstance(where, FUNCTIONS) or where in seen:
-            return None if where in seen else "it cannot be told that it is entered after the session begins"
-        cls = program.enclosing_class(where)
-        if isinstance(home, FUNCTIONS) and home.name == "__init__" and cls is program.enclosing_class(home) is not None:
-            early = [call for call in self._plan.flow.calls_of(where) if program.function(call) is home]
-            reasons = [self._reason_at(call, begin, (*seen, where)) for call in early]
-        else:
-            calls = self._plan.flow.calls_of(where)
-            if not calls or self._is_used_otherwise(where):
-                return "it cannot be told that it is entered after the session begins"
-            reasons = [self._reason_at(call, begin, (*seen, where)) for call in calls]
+        if where in seen:
+            return None
+        calls = self._calls_of(where, home)
+        if calls is None:
+            return "it cannot be told that it is entered after the session begins"
+        reasons = [self._reason_at(call, begin, (*seen, where)) for call in calls]
         return "it is entered before the session begins" if any(reasons) else None
+
+    def _calls_of(self, where: Function | ast.Module, home: Function | ast.Module) -> list[ast.Call] | None:
+        """Return the calls that may enter a function before a session begins; None where they are not known.
+
+        Where the session is made with an object, those are calls in `__init__`: others need the object.
+        """
+        program, flow = self._program, self._plan.flow
+        if not isinstance(where, FUNCTIONS):
+            return None
+        if isinstance(home, FUNCTIONS) and home.name == "__init__":
+            cls = program.enclosing_class(home)
+            if cls is not None and cls is program.enclosing_class(where):
+                return [call for call in flow.calls_of(where) if program.function(call) is home]
+        return None if self._is_used_otherwise(where) else flow.calls_of(where) or None
 
     def _is_used_otherwise(self, function: Function) -> bool:
         """Return whether a function is also used as a value, or from a file that is not looked at."""
         place = self._program.scope(function), function.name
-        uses = self._plan.flow.uses.get(place, [])
+        uses = self._plan.flow.uses_at(place)
         calls = [call.func for call in self._plan.flow.calls_of(function)]
         return any(use not in calls for use in uses) or self._program.is_used_elsewhere(function)
 

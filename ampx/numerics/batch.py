@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass
 from inspect import isroutine
@@ -62,10 +62,8 @@ class Seen:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and every gradient are finite; of a step, every gradient of a module's output, too."""
-        backward = [] if self.skipped is None else [entry for entry in self.readings if entry.direction == "backward"]
-        broken = self.overflows or any(entry.value.nonfinite for entry in backward)
-        return math.isfinite(self.replayed.loss) and not broken
+        """Whether the loss and every gradient that trains are finite; what is masked on the way does not count."""
+        return math.isfinite(self.replayed.loss) and not self.overflows
 
     @property
     def overflows(self) -> bool:
@@ -73,6 +71,26 @@ class Seen:
         import numpy as np
 
         return self.skipped or not all(np.isfinite(gradient).all() for gradient in self.replayed.gradients.values())
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a framework raised in low precision.
+
+    Attributes:
+        message: Type and message, in one line.
+        seen: What was read before it raised.
+        line: The line of the user's own code that it came from; "" for unknown.
+    """
+
+    message: str
+    seen: Sequence[Reading] = ()
+    line: str = ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the type and the first line of what was raised."""
+    return f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
 
 
 class Batch:

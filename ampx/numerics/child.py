@@ -25,7 +25,7 @@ from ampx.run.ranks import process_rank
 from ampx.run.recorder import names_of
 from ampx.run.supervisor import Finished, supervise
 
-from .diagnose import in_one_line
+from .batch import in_one_line
 from .probe import Probe
 from .trial import MISUSED, REFUSED, Outcome, Trial
 
@@ -94,7 +94,7 @@ class TrialObserver:
             self._runs.append((run, backend))
             self._sample(run, 1)
             if 1 in self.trial.watched:
-                self._watch(backend)
+                self._watch(backend, 1)
             try:
                 yield
             finally:
@@ -120,9 +120,12 @@ class TrialObserver:
             self._unread.append(self._readers)
             self._readers = []
         before, self.steps = self.steps, steps
-        if self._over:  # outcomes of a device that arrive when the script has ended
-            return
-        trial = self.trial
+        if not self._over:  # else outcomes of a device that arrive when the script has ended
+            self._begin_next(before)
+
+    def _begin_next(self, before: int) -> None:
+        """End what belongs to the last step, which is `self.steps`, and begin the next or end the script."""
+        trial, steps = self.trial, self.steps
         warm = before < trial.warm_up <= steps
         over = trial.steps is not None and steps >= trial.steps
         if warm or over or (steps > trial.warm_up and len(self._unread) >= trial.block):
@@ -176,6 +179,8 @@ class TrialObserver:
             self.fault = self.steps, "loss"
         elif self._collapsed:
             self.fault = self.steps, "scale"
+        elif any(record.skips_unscaled for run, _ in self._runs for record in run.recorder.optimizers.values()):
+            self.fault = self.steps, "skipped"
         return self.fault is not None
 
     # -- what holds for one step -------------------------------------------------------------------
@@ -190,7 +195,7 @@ class TrialObserver:
             if run.float32 and run.amp is not None and run.amp.casting is not None:
                 self._watching.enter_context(backend.autocast(run.amp.casting, False))
             if step in self.trial.watched:
-                self._watch(backend)
+                self._watch(backend, step)
 
     def _sample(self, run: Run, step: int) -> None:
         """Have the gradients of a step sampled, where that is asked for."""
@@ -201,11 +206,14 @@ class TrialObserver:
 
         run.recorder.takes_gradients = take if step in self.trial.gradients else None
 
-    def _watch(self, backend: Backend) -> None:
+    def _watch(self, backend: Backend, step: int) -> None:
+        """Watch a step, operations only in the last of those that are watched: they cost most."""
         probe = find_offer(backend, Probe)
         if probe is not None:
             watching = self.trial.watching
-            watching = replace(watching, times=watching.times and not probe.watches_uncompiled)
+            operations = watching.operations and step == max(self.trial.watched)
+            times = watching.times and not probe.watches_uncompiled
+            watching = replace(watching, operations=operations, times=times)
             self._watches.append(self._watching.enter_context(probe.watch(None, watching)))
         else:
             self._note(f"Modules of {backend.name} cannot be watched.")
@@ -275,18 +283,15 @@ def main(request: str) -> int:
     except AmpxError as reason:  # such as that there is no such program; what the script raised is not raised here
         sys.stderr.write(f"ampx: {reason}\n")
         return MISUSED
-    error = finished.error
     for refusal, code in ((finished.misuse, MISUSED), (finished.refusal, REFUSED)):
         if refusal:
             sys.stderr.write(f"ampx: {refusal}\n")
             return code
+    error = finished.error
     raised = error if trial.may_raise and isinstance(error, Exception) and finished.run is not None else None
-    if finished.failed and raised is None and not (isinstance(error, SystemExit) and observer.ended_early):
-        if isinstance(error, SystemExit):
-            raise error
-        if error is not None:
-            sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+    ended_early = isinstance(error, SystemExit) and observer.ended_early
+    if finished.failed and raised is None and not ended_early:
+        return _show(error)
     if process_rank()[0] == 0:
         report = {
             **finished.to_json(),
@@ -296,6 +301,15 @@ def main(request: str) -> int:
         }
         answer.write_bytes(pickle.dumps(observer.outcome(report, raised)))
     return 0
+
+
+def _show(error: BaseException | None) -> int:
+    """Show what ended the script as Python does; return the exit code."""
+    if isinstance(error, SystemExit):
+        raise error
+    if error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return 1
 
 
 if __name__ == "__main__":

@@ -130,22 +130,22 @@ def compare_script(
     disturbance = busy() if repeats else []
     warm_up = warm_up_of(steps, 10)
     if not warm_up:
-        if sweep is not None:
-            raise InvalidOptionError(
-                f"--sweep {sweep.option} times steps, and --steps {steps} leaves none to time; accepted: {TIMED_STEPS} "
-                f"or more. Pass more steps."
-            )
+        _check_steps(steps, sweep)
         progress(f"{steps} steps are too few to time (--steps {TIMED_STEPS} or more is timed): every dtype runs once …")
         repeats = 1
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
     timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
     if failed and timed.keys() == {REFERENCE}:
-        raise next(iter(failed.values())) if len(failed) == 1 else TrialError("\n".join(map(str, failed.values())))
+        raise _all_failed(failed)
     references = timed.pop(REFERENCE)
-    reference = references[0]
     compared = {name: _compare(name, references, outcomes, bool(warm_up)) for name, outcomes in timed.items()}
     exact = _watch(trial, timed, references, compared, run, progress)
-    report: dict[str, Any] = {
+    swept = None
+    if sweep is not None:
+        points = [_sweep_point(trial, sweep, value, tuple(compared), repeats, run, progress) for value in sweep.values]
+        swept = {"option": sweep.option, "points": points}
+    reference, outcomes = references[0], [*references, *(outcome for runs in timed.values() for outcome in runs)]
+    return {
         "schema": SCHEMA,
         "script": program.name,
         "arguments": list(program.arguments),
@@ -158,31 +158,50 @@ def compare_script(
         "float32": {**_facts(references, bool(warm_up)), "meters": exact},
         "dtypes": compared,
         "failed": {name: str(error) for name, error in failed.items()},
-        "sweep": None,
-        "mistakes": [
-            *dict.fromkeys(
-                mistake for runs in (references, *timed.values()) for outcome in runs for mistake in outcome.mistakes
-            )
-        ],
-        "notes": [
-            *dict.fromkeys(
-                note for runs in (references, *timed.values()) for outcome in runs for note in outcome.notes
-            ),
-            *([_nameless(reference)] if any(_is_nameless(facts, timed) for facts in compared.items()) else []),
-            *([not_repeatable(program)] if any(facts["float32_parts_at"] for facts in compared.values()) else []),
-            *([_ON_CPU] if reference.run["device"] == "cpu" else []),
-            *disturbance,
-        ],
-        "verdict": " ".join(entry["verdict"] for entry in compared.values())
-        or f"Nothing was compared, since `auto` is float32 on this machine: {reference.run['reason']}. To compare all "
-        f"the same, name a dtype that it computes by --dtype; `ampx tune --what-if float16` simulates one that it does "
-        f"not.",
+        "sweep": swept,
+        "mistakes": list(dict.fromkeys(mistake for outcome in outcomes for mistake in outcome.mistakes)),
+        "notes": [*_notes(program, outcomes, timed, compared), *disturbance],
+        "verdict": " ".join(entry["verdict"] for entry in compared.values()) or _nothing_compared(reference),
         "origin": origin(reference.versions),
     }
+
+
+def _check_steps(steps: int, sweep: Sweep | None) -> None:
+    """Raise where too few steps are left for a sweep, which times them."""
     if sweep is not None:
-        points = [_sweep_point(trial, sweep, value, tuple(compared), repeats, run, progress) for value in sweep.values]
-        report["sweep"] = {"option": sweep.option, "points": points}
-    return report
+        raise InvalidOptionError(
+            f"--sweep {sweep.option} times steps, and --steps {steps} leaves none to time; accepted: {TIMED_STEPS} "
+            f"or more. Pass more steps."
+        )
+
+
+def _all_failed(failed: Mapping[str, TrialError]) -> TrialError:
+    errors = list(failed.values())
+    return errors[0] if len(errors) == 1 else TrialError("\n".join(map(str, errors)))
+
+
+def _nothing_compared(reference: Outcome) -> str:
+    return (
+        f"Nothing was compared, since `auto` is float32 on this machine: {reference.run['reason']}. To compare all "
+        f"the same, name a dtype that it computes by --dtype; `ampx tune --what-if float16` simulates one that it does "
+        f"not."
+    )
+
+
+def _notes(
+    program: Program,
+    outcomes: Sequence[Outcome],
+    timed: Mapping[str, Sequence[Outcome]],
+    compared: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
+    """Return what is to be said besides; the first of the outcomes is in float32."""
+    reference = outcomes[0]
+    notes = list(dict.fromkeys(note for outcome in outcomes for note in outcome.notes))
+    if any(_is_nameless(facts, timed) for facts in compared.items()):
+        notes.append(_nameless(reference))
+    if any(facts["float32_parts_at"] for facts in compared.values()):
+        notes.append(not_repeatable(program))
+    return [*notes, _ON_CPU] if reference.run["device"] == "cpu" else notes
 
 
 def _sweep_point(
@@ -322,63 +341,75 @@ def ends_alike(reference: Sequence[float | None], losses: Sequence[float | None]
 
 def verdict(name: str, facts: Mapping[str, Any]) -> str:
     """Return one sentence: is it right, and is it worth it."""
-    speed, memory = facts["speed"], facts["memory_ratio"]
-    parts = []
-    faster = slower = undecided = False
-    if speed is None:
-        parts.append(f"{facts['steps']} {'step is' if facts['steps'] == 1 else 'steps are'} too few to time")
-    else:
-        alone = len(speed["pairs"]) == 1
-        margin = ALONE if alone else ALIKE
-        faster, slower = speed["least"] > 1 + margin, speed["largest"] < 1 / (1 + margin)
-        below, above = speed["least"] < 1 - ALIKE, speed["largest"] > 1 + ALIKE
-        undecided = below or above if alone else below and above
-        parts.append(speed_in_words(speed["pairs"]))
-    if memory is not None:
-        parts.append(f"{memory:.2f} times the memory")
+    speed, memory, lost, skipped = facts["speed"], facts["memory_ratio"], facts["lost"], len(facts["skipped"])
+    few = f"{facts['steps']} {'step is' if facts['steps'] == 1 else 'steps are'} too few to time"
+    parts = [few if speed is None else speed_in_words(speed["pairs"])]
+    parts += [] if memory is None else [f"{memory:.2f} times the memory"]
     parts.append(_of_losses(facts))
-    lost, exact = facts["lost"]["dtype"], facts["lost"]["float32"]
-    if lost >= LOST:
-        parts.append(f"{lost:.0%} of the updates round to nothing ({exact:.0%} of those in float32)")
-    skipped = len(facts["skipped"])
-    if skipped and 2 * skipped >= facts["steps"]:
+    if lost["dtype"] >= LOST:
+        parts.append(f"{lost['dtype']:.0%} of the updates round to nothing ({lost['float32']:.0%} of those in float32)")
+    if _skips_most(facts):
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
-        conclusion = "look before you rely on it"
-    elif facts["float32_parts_at"] is not None:
-        conclusion = "make the script repeatable first"
-    elif not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact):
-        conclusion = "look before you rely on it"
-    elif speed is None:
-        conclusion = "more steps, by --steps or by the script, decide whether it is worth it"
-    elif faster or (memory is not None and memory < 1 - 5 * ALIKE and not slower):
-        conclusion = "worth it"
-    elif slower:
-        conclusion = "not worth it on this machine"
-    elif undecided:
-        conclusion = "more --repeats on a quiet machine decide whether it is worth it"
-    else:
-        conclusion = "no gain on this machine"
-    return f"{name}: {', '.join(parts)}: {conclusion}."
+    return f"{name}: {', '.join(parts)}: {_conclusion(facts)}."
+
+
+def _conclusion(facts: Mapping[str, Any]) -> str:
+    """Return the first that holds."""
+    lost, exact = facts["lost"]["dtype"], facts["lost"]["float32"]
+    speed, memory = _speed_decided(facts["speed"]), facts["memory_ratio"]
+    smaller = memory is not None and memory < 1 - 5 * ALIKE
+    conclusions = (
+        (_skips_most(facts), "look before you rely on it"),
+        (facts["float32_parts_at"] is not None, "make the script repeatable first"),
+        (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
+        (speed is None, "more steps, by --steps or by the script, decide whether it is worth it"),
+        (speed == "faster" or (smaller and speed != "slower"), "worth it"),
+        (speed == "slower", "not worth it on this machine"),
+        (speed == "undecided", "more --repeats on a quiet machine decide whether it is worth it"),
+    )
+    return next((words for holds, words in conclusions if holds), "no gain on this machine")
+
+
+def _skips_most(facts: Mapping[str, Any]) -> bool:
+    return bool(0 < facts["steps"] <= 2 * len(facts["skipped"]))
+
+
+def _speed_decided(speed: Mapping[str, Any] | None) -> str | None:
+    """Return "faster", "slower", "alike" or "undecided"; None where nothing was timed."""
+    if speed is None:
+        return None
+    alone = len(speed["pairs"]) == 1
+    margin = ALONE if alone else ALIKE
+    below, above = speed["least"] < 1 - ALIKE, speed["largest"] > 1 + ALIKE
+    if speed["least"] > 1 + margin:
+        return "faster"
+    if speed["largest"] < 1 / (1 + margin):
+        return "slower"
+    return "undecided" if (below or above if alone else below and above) else "alike"
 
 
 def _of_losses(facts: Mapping[str, Any]) -> str:
-    losses, modules = facts["losses"], facts["modules"]
+    losses, parts_at = facts["losses"], facts["parts_at"]
     if all(loss is None for loss in losses):
         return "the losses are not known"
     if facts["float32_parts_at"] is not None:
         return (
             f"two runs in float32 part from each other at step {facts['float32_parts_at']}, so that losses say nothing"
         )
-    if facts["parts_at"] is None:
+    if parts_at is None:
         return f"the loss agrees with float32's within rounding in all {len(losses)} steps"
-    before = [step for step in facts["skipped"] if step <= facts["parts_at"]]
-    skips = f" (step {', '.join(map(str, before))} skipped)" if before else ""
-    first = None if modules is None else modules["first"]
-    where = "" if first is None else f", first in {_named(first['module'])}"
-    broken = sum(isinstance(loss, str) for loss in losses)
-    values = "1 value" if broken == 1 else f"{broken} values"
-    end = "ends alike" if facts["ends_alike"] else f"has {values} not finite" if broken else "ends elsewhere"
-    return f"the loss parts from float32's at step {facts['parts_at']} of {len(losses)}{skips}{where}, and {end}"
+    before = ", ".join(str(step) for step in facts["skipped"] if step <= parts_at)
+    skips = f" (step {before} skipped)" if before else ""
+    first = facts["modules"] and facts["modules"]["first"]
+    where = f", first in {_named(first['module'])}" if first else ""
+    return f"the loss parts from float32's at step {parts_at} of {len(losses)}{skips}{where}, and {_end(facts)}"
+
+
+def _end(facts: Mapping[str, Any]) -> str:
+    broken = sum(isinstance(loss, str) for loss in facts["losses"])
+    if facts["ends_alike"]:
+        return "ends alike"
+    return f"has {broken} value{'s' if broken > 1 else ''} not finite" if broken else "ends elsewhere"
 
 
 def _is_nameless(facts: tuple[str, Mapping[str, Any]], timed: Mapping[str, Sequence[Outcome]]) -> bool:

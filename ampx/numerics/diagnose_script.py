@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.errors import TrialError
@@ -12,17 +12,22 @@ from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import origin
 from ampx.run.program import Program
 
-from .batch import Seen, plain
-from .diagnose import SAMPLES, Diagnosis, Refusal, examined, first_failing
-from .operations import normalised
-from .probe import Reading, Replayed, Stats, Watching
+from .batch import Refusal, Seen, plain
+from .causes import Growth
+from .compare import module_errors, unscaled
+from .cures import Change
+from .diagnose import SAMPLES, Diagnosis, examined
+from .places import of_the_step, outermost
+from .probe import Reading, Replayed, Watching
 from .trial import DIFFERS, Outcome, Trial, run_trial
-from .tune import inside
+from .tune import kept_in_float32
 
 SCHEMA: Final = "ampx.diagnose/1"
-# What reads a variable in TensorFlow, as `normalised` has it.
-_READ: Final = "readvariable"
 _BEFORE: Final = (1, 2, 4, 8)  # steps before the one that fails, for the map
+# A training diverges whose loss, and what a module makes of a batch of the same size, is so many times larger than
+# before.
+_GROWN: Final = 10.0
+_ALIKE: Final = 4.0  # the largest number of one batch over that of another of the same size
 # Where nothing fails this step is looked at, or the last before it that was not skipped: early, to cost little.
 _HEALTHY: Final = 20
 
@@ -73,18 +78,18 @@ def diagnose_script(
         else:
             step, what = max(set(range(1, min(first.steps, _HEALTHY) + 1)) - set(first.skipped), default=None), ""
             if step is None or first.dtype == "float32" or not first.watches:
-                return None, _report(trial, first, None, None, "", notes)
+                return None, _report(trial, first, notes)
     assert step is not None
     try:
-        return _look(trial, step, what, first, notes, run, progress)
+        return _look_at(trial, step, what, first, notes, run, progress)
     except TrialError as error:
         if what or first is None:
             raise
         notes.append(f"What may do harm elsewhere was not looked for: {error}")
-        return None, _report(trial, first, None, None, "", notes)
+        return None, _report(trial, first, notes)
 
 
-def _look(
+def _look_at(
     trial: Trial,
     step: int,
     what: str,
@@ -104,52 +109,118 @@ def _look(
         run: Runs a trial.
         progress: Is called with what is done now.
     """
-    program, settings = trial.program, trial.settings
-    before = tuple(sorted({max(1, step - distance) for distance in (0, *_BEFORE)}))
-    watched = replace(
-        trial,
-        settings=replace(settings, watched=True),
-        steps=step,
-        watched=(step,),
-        gradients=before,  # in adversarial training, optimizers take turns
-        watching=Watching("float16", operations=True, samples=SAMPLES),
-        stop_at_fault=False,
-    )
-    progress(f"{program.name}: step {step} again, watched …")
-    low = _reach(replace(watched, watched=before), step, run)
-    dtype = low.dtype
-    if (
-        first is not None
-        and what == "loss"
-        and _loss(low, step) != _loss(first, step)
-        and math.isfinite(_loss(low, step))
-    ):
+    runs = _Runs(trial, step, run, progress)
+    low = runs.run("watched")
+    dtype, scale = low.dtype, low.scale_at(step)
+    if what == "loss" and first is not None and math.isfinite(_loss(low, step)):
         notes.append(f"The loss was finite when the step was run again: the script {DIFFERS}.")
-    reference = low
-    if dtype != "float32":
-        progress(f"{program.name}: step {step} again, in float32 …")
-        if step == 1:  # before the first step there is no session whose casting could be switched off
-            exact = replace(watched, settings=replace(watched.settings, dtype="float32"))
-        else:
-            exact = replace(watched, settings=replace(watched.settings, dtype=dtype), float32=(step,))
-        reference = _reach(exact, step, run)
-    if reference.raised is not None:
+    low_step = runs.seen(low)
+    reference = low if dtype == "float32" else runs.reference(low)
+    exact_step = runs.seen(reference)
+    if isinstance(exact_step, Refusal):
         raise TrialError(
-            f"{program.name} raises after {reference.steps} steps in float32, too: {' in '.join(reference.raised)}; "
-            f"accepted: a script that trains in float32. Mend that first: precision is innocent."
+            f"{trial.program.name} raises after {reference.steps} steps in float32, too: "
+            f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
+            f"precision is innocent."
+        )
+    growth = _growth(reference, step) if reference.dtype == "float32" else None
+    diagnosis = examined(exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth)
+    if isinstance(low_step, Seen):
+        notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
+    agreement = _agreement(low_step, exact_step, dtype, scale)
+    look = _Look(step, what, low, diagnosis, agreement)
+    return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
+
+
+class _Runs:
+    """Runs of a script up to one step, in which it is watched."""
+
+    def __init__(
+        self, trial: Trial, step: int, run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
+    ) -> None:
+        """Start with nothing run; for the arguments see `_look_at`."""
+        self._step, self._run, self._progress = step, run, progress
+        before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
+        self._trial = replace(
+            trial,
+            settings=replace(trial.settings, watched=True),
+            steps=step,
+            watched=before,
+            gradients=before,  # in adversarial training, optimizers take turns
+            watching=Watching("float16", operations=True, samples=SAMPLES),
+            stop_at_fault=False,
         )
 
-    def again(scale: float) -> Seen:
-        progress(f"{program.name}: step {step} again, with a loss scale of {scale:g} …")
-        return _seen(_reach(replace(watched, settings=replace(watched.settings, loss_scale=scale)), step, run), step)
+    def run(self, words: str, trial: Mapping[str, Any] | None = None, **settings: Any) -> Outcome:
+        """Run the script with changes to the trial and to its settings."""
+        self._progress(f"{self._trial.program.name}: step {self._step} again, {words} …")
+        changed = replace(self._trial, settings=replace(self._trial.settings, **settings), **(trial or {}))
+        return _reach(changed, self._step, self._run)
 
-    exact_step = _seen(reference, step)
-    low_step = exact_step if reference is low else _refusal(low, step) or _seen(low, step)
-    diagnosis = examined(low_step, exact_step, dtype, low.scale_at(step), again)
-    if not isinstance(low_step, Refusal):
-        notes += [*_off(settings, low), *(note for outcome in (low, reference) for note in outcome.notes)]
-    report = _report(trial, first or low, low, diagnosis, what, notes, step)
-    return (diagnosis if what or diagnosis.kind != "healthy" else None), report
+    def seen(self, outcome: Outcome) -> Seen | Refusal:
+        """Return the step of a run as a replay, or what it raised."""
+        return _refusal(outcome, self._step) or _seen(outcome, self._step)
+
+    def reference(self, low: Outcome) -> Outcome:
+        """Run the step in float32.
+
+        A finite loss is compared with that of the same weights and state: casting is off in that step only. Whether
+        float32 fails, or raises, is asked of a run that is in float32 from its first step: what crosses steps is not
+        half of each.
+        """
+        if self._step > 1 and math.isfinite(_loss(low, self._step)):
+            only = {"float32": (self._step,), "watched": (self._step,)}
+            same = self.run("with casting off", only, dtype=low.dtype)
+            seen = self.seen(same)
+            if isinstance(seen, Seen) and seen.finite:
+                return same
+        return self.run("in float32 from the first step on", dtype="float32")
+
+    def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
+        """Run the step with a change; `modules` are the names of all."""
+        trial = {"forced": kept_in_float32(change.float32, modules), "watched": (self._step,)}
+        settings = {"loss_scale": change.scale, "dtype": change.dtype}
+        try:
+            outcome = self.run(
+                str(change), trial, **{name: value for name, value in settings.items() if value is not None}
+            )
+        except TrialError as error:
+            return Refusal(str(error).splitlines()[0])
+        return self.seen(outcome)
+
+
+def _growth(outcome: Outcome, step: int) -> Growth | None:
+    """Return how far a run in float32 has diverged: its loss, and what a module makes of a batch of the same size."""
+    looked_at = [at for at in sorted(outcome.readings) if at <= step]
+    if len(looked_at) < 2:
+        return None
+    since, now = looked_at[0], looked_at[-1]
+    before, losses = abs(_loss(outcome, since)), [abs(_loss(outcome, at)) for at in range(since + 1, step + 1)]
+    loss = max(filter(math.isfinite, losses), default=math.inf)
+    first, last = outcome.readings[since], outcome.readings[now]
+    outputs, later = _largest_outputs(first), _largest_outputs(last)
+    factors = {name: later[name] / outputs[name] for name in outputs.keys() & later.keys() if outputs[name]}
+    alike = {name: factor for name, factor in factors.items() if _receives_alike(first, last, name)}
+    module = max(alike, key=lambda name: alike[name], default="")
+    if not before or loss < _GROWN * before or alike.get(module, 0.0) < _GROWN:
+        return None
+    return Growth(since, alike[module], module, before, loss)
+
+
+def _receives_alike(first: Sequence[Reading], last: Sequence[Reading], module: str) -> bool:
+    """Return whether the model of a module receives no larger numbers than before, as far as that is known."""
+    before, now = outermost(first, module), outermost(last, module)
+    if before is None or now is None:
+        return False
+    return now.inputs.largest <= _ALIKE * before.inputs.largest and not now.inputs.nonfinite
+
+
+def _largest_outputs(readings: Sequence[Reading]) -> dict[str, float]:
+    outputs: dict[str, float] = {}
+    for entry in readings:
+        if entry.direction == "forward" and not entry.operation:
+            outputs[entry.module] = max(entry.value.largest, outputs.get(entry.module, 0.0))
+    return outputs
 
 
 def _off(settings: RunSettings, outcome: Outcome) -> list[str]:
@@ -199,16 +270,16 @@ def _loss(outcome: Outcome, step: int) -> float:
 
 def _seen(outcome: Outcome, step: int) -> Seen:
     """Return a step of a script as a replay."""
-    readings, trained = outcome.readings[step], _trained(outcome)
+    trained = _trained(outcome)
     gradients = {name: entry.values for name, entry in trained.get(step, {}).items() if entry.values is not None}
     shapes = {name: entry.shape for sampled in trained.values() for name, entry in sampled.items()}
-    replayed = Replayed(_loss(outcome, step), gradients, parameters_of(readings))
-    return Seen(replayed, readings, shapes, step in outcome.skipped)
+    replayed = Replayed(_loss(outcome, step), gradients, {})
+    return Seen(replayed, of_the_step(outcome.readings[step]), shapes, step in outcome.skipped)
 
 
 def _refusal(outcome: Outcome, step: int) -> Refusal | None:
     """Return what a step raised; None where it did not, or of values that were not finite."""
-    readings = outcome.readings.get(step, ())
+    readings = of_the_step(outcome.readings.get(step, ()))
     if outcome.raised is None or outcome.steps >= step or any(entry.value.nonfinite for entry in readings):
         return None
     message, line = outcome.raised
@@ -227,55 +298,6 @@ def _trained(outcome: Outcome) -> dict[int, dict[str, SampledGradient]]:
     return {step: {name_of(step, entry): entry for entry in seen} for step, seen in outcome.gradients.items()}
 
 
-def parameters_of(readings: Sequence[Reading]) -> dict[str, Stats]:
-    """Return, by module, what is known of its parameters.
-
-    Some frameworks read them by an operation of their own. Of others they are what the operations of a module received
-    beyond what the module received, where that stands out: magnitudes beyond those of the module's inputs, and elements
-    that are not finite. Only the first operation of a module counts, before any module inside has computed anything:
-    others receive what was computed.
-    """
-    forward = [entry for entry in readings if entry.direction == "forward"]
-    read = [entry for entry in forward if entry.kind and normalised(entry.operation) == _READ]
-    if read:
-        return {_parameters(module): _joined(read, module) for module in dict.fromkeys(entry.module for entry in read)}
-    inputs = {entry.module: entry.inputs for entry in reversed(forward) if not entry.operation}  # of the first call
-    failing = first_failing(readings, None)
-    parameters: dict[str, Stats] = {}
-    begun: set[str] = set()
-    for entry in forward:
-        received = inputs.get(entry.module)
-        first = entry.module not in begun
-        begun.update(name for name in inputs if entry.module == name or inside(entry.module, name))
-        if entry.operation and entry.kind and first and received is not None:  # no kind: outside of all modules
-            own = entry.inputs
-            # A value may be received twice, as by x * x.
-            times = max(1, own.elements // received.elements) if received.elements else 1
-            larger = own.largest > received.largest and own.elements > received.elements
-            if own.nonfinite > times * received.nonfinite or larger:
-                parameters[_parameters(entry.module)] = Stats(
-                    elements=own.elements - received.elements,
-                    nonfinite=max(0, own.nonfinite - times * received.nonfinite),
-                    largest=own.largest,
-                )
-        if failing is not None and entry is readings[failing]:
-            break  # what comes later receives what it made
-    return parameters
-
-
-def _joined(read: Sequence[Reading], module: str) -> Stats:
-    values = [entry.value for entry in read if entry.module == module]
-    return Stats(
-        elements=sum(value.elements for value in values),
-        nonfinite=sum(value.nonfinite for value in values),
-        largest=max(value.largest for value in values),
-    )
-
-
-def _parameters(module: str) -> str:
-    return f"{module}.parameters" if module else "parameters"
-
-
 def _skips(skipped: Sequence[int]) -> str:
     count = "1 step was skipped" if len(skipped) == 1 else f"{len(skipped)} steps were skipped"
     return f"{count} (--at {skipped[0]} looks at the first)" if skipped else count
@@ -283,14 +305,7 @@ def _skips(skipped: Sequence[int]) -> str:
 
 def _map(low: Outcome) -> dict[str, Any]:
     """Return by module and watched step the largest magnitude of its output; None where it is not finite."""
-    columns: dict[int, dict[str, float | None]] = {}
-    for step, readings in sorted(low.readings.items()):
-        column = columns.setdefault(step, {})
-        for entry in readings:
-            if entry.direction == "forward" and not entry.operation:
-                largest = column.get(entry.module, 0.0)
-                broken = largest is None or entry.value.nonfinite
-                column[entry.module] = None if broken else max(entry.value.largest, largest or 0.0)
+    columns = {step: _finite_outputs(readings) for step, readings in sorted(low.readings.items())}
     modules = list(dict.fromkeys(module for column in reversed(columns.values()) for module in column))
     return {
         "modules": modules,
@@ -299,63 +314,104 @@ def _map(low: Outcome) -> dict[str, Any]:
     }
 
 
-def _report(
-    trial: Trial,
-    seen: Outcome,
-    low: Outcome | None,
-    diagnosis: Diagnosis | None,
-    what: str,
-    notes: Sequence[str],
-    step: int | None = None,
-) -> dict[str, Any]:
-    facts: Mapping[str, Any] = seen.run
-    modules: list[dict[str, Any]] = []
-    if low is not None and step is not None:
-        modules = [
-            {
-                name: plain(getattr(entry, name))
-                for name in ("module", "kind", "direction", "call", "dtype", "value", "inputs")
-            }
-            for entry in low.readings.get(step, ())
-            if not entry.operation
-        ]
-    risks = () if diagnosis is None else diagnosis.risks
-    looked_at = step if diagnosis is not None else None
-    if diagnosis is None or (not what and diagnosis.kind == "healthy"):
-        reported = any(loss is not None for loss in seen.losses)
-        losses = "the losses are finite" if reported else "no loss was seen"
-        verdict = (
-            f"Nothing failed in {seen.steps} steps in {seen.dtype}: {losses}, {_skips(seen.skipped)}, and the loss "
-            f"scale is {seen.last_scale or 1:g}."
-        )
-        if looked_at is not None:
-            seen_there = "some risks, which did no harm" if risks else "no risks"
-            verdict += f" Step {looked_at} was compared with float32: every module agrees, and there are {seen_there}."
-        diagnosis, step = None, None
-    else:
-        verdict = f"Step {step}: {diagnosis.kind}: {diagnosis.why}"
+def _finite_outputs(readings: Sequence[Reading]) -> dict[str, float | None]:
+    broken = {entry.module for entry in readings if entry.direction == "forward" and entry.value.nonfinite}
+    return {name: None if name in broken else largest for name, largest in _largest_outputs(readings).items()}
+
+
+def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -> str:
+    """Return how far the outputs of modules agree with float32's."""
+    readings = unscaled(low.readings, scale) if isinstance(low, Seen) else ()
+    errors = (entry for entry in module_errors(reference.readings, readings, dtype) if entry.direction == "forward")
+    apart = next((entry for entry in errors if entry.parts), None)
+    if apart is None:
+        return "every module agrees"
+    module = f"module {apart.module!r}" if apart.module else "the model"
+    if math.isinf(apart.error):
+        return f"outputs of {module} are not finite"
+    return f"{module} is off by {apart.error:.2g} of its norm, where rounding explains {apart.bound:.2g}"
+
+
+def _of_module(entry: Reading) -> dict[str, Any]:
+    names = ("module", "kind", "direction", "call", "dtype", "value", "inputs")
+    return {name: plain(getattr(entry, name)) for name in names}
+
+
+def _nothing_failed(seen: Outcome) -> str:
+    losses = "the losses are finite" if any(loss is not None for loss in seen.losses) else "no loss was seen"
+    return (
+        f"Nothing failed in {seen.steps} steps in {seen.dtype}: {losses}, {_skips(seen.skipped)}, and the loss "
+        f"scale is {seen.last_scale or 1:g}."
+    )
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A step that was looked at.
+
+    Attributes:
+        step: Its number.
+        what: Why it; "" where nothing failed.
+        low: The run in which it was watched.
+        diagnosis: Of it.
+        agreement: How far modules agree with float32 there.
+    """
+
+    step: int
+    what: str
+    low: Outcome
+    diagnosis: Diagnosis
+    agreement: str
+
+    @property
+    def fails(self) -> bool:
+        """Whether there is something to say of it."""
+        return bool(self.what) or self.diagnosis.kind != "healthy"
+
+    def verdict(self, seen: Outcome) -> str:
+        """Return one sentence or two."""
+        if self.fails:
+            return f"Step {self.step}: {self.diagnosis.kind}: {self.diagnosis.why}"
+        dangers = "some risks, which did no harm" if self.diagnosis.risks else "no risks"
+        compared = f"Step {self.step} was compared with float32: {self.agreement}, and there are {dangers}."
+        return f"{_nothing_failed(seen)} {compared}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON types."""
+        readings = self.low.readings.get(self.step, ())
+        return {
+            "step": self.step if self.fails else None,
+            "looked_at": self.step,
+            "fault": self.what or ("wrong" if self.fails else None),
+            "diagnosis": self.diagnosis.to_json() if self.fails else None,
+            "risks": plain(self.diagnosis.risks),
+            "modules": [_of_module(entry) for entry in readings if not entry.operation],
+            "map": _map(self.low),
+        }
+
+
+_NOT_LOOKED: Final[dict[str, Any]] = {
+    **dict.fromkeys(("step", "looked_at", "fault", "diagnosis", "map")),
+    "risks": [],
+    "modules": [],
+}
+
+
+def _report(trial: Trial, seen: Outcome, notes: Sequence[str], look: _Look | None = None) -> dict[str, Any]:
     run = seen.to_json()
+    mistakes = seen.mistakes if look is None else (*seen.mistakes, *look.low.mistakes)
     return {
         "schema": SCHEMA,
         "script": trial.program.name,
         "arguments": list(trial.program.arguments),
-        "framework": facts["framework"],
-        "device": facts["device"],
+        **{name: seen.run[name] for name in ("framework", "device", "level")},
         "dtype": seen.dtype,
-        "level": facts["level"],
         "seed": trial.seed,
         "steps": seen.steps,
-        "step": step,
-        "looked_at": looked_at,
-        "fault": what or (None if diagnosis is None else "wrong"),
-        **{name: run[name] for name in ("losses", "losses_of")},
-        "skipped": seen.skipped,
-        "diagnosis": None if diagnosis is None else diagnosis.to_json(),
-        "risks": plain(risks),
-        "modules": modules,
-        "map": None if low is None else _map(low),
-        "verdict": verdict,
-        "mistakes": list(dict.fromkeys((*seen.mistakes, *(() if low is None else low.mistakes)))),
+        **{name: run[name] for name in ("losses", "losses_of", "skipped")},
+        **(_NOT_LOOKED if look is None else look.to_json()),
+        "verdict": _nothing_failed(seen) if look is None else look.verdict(seen),
+        "mistakes": list(dict.fromkeys(mistakes)),
         "notes": list(dict.fromkeys(notes)),
         "origin": origin(seen.versions),
     }

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ampx.errors import UnsupportedDtypeError
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, find_digits
 from ampx.modules import Names, last_match
 
 
@@ -22,7 +22,7 @@ class Forcer(abc.ABC):
             UnsupportedDtypeError: There is no such dtype.
             UnsupportedOpError: A pattern matches no module.
         """
-        if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
+        if unknown := sorted(name for name in dtypes.values() if name not in FORMATS and find_digits(name) is None):
             raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
         names.check(dtypes, "force")
         self._names, self._dtypes = names, dict(dtypes)
@@ -33,7 +33,13 @@ class Forcer(abc.ABC):
 
     @abc.abstractmethod
     def rounded(self, tree: Any, dtype: str, gradients: bool) -> Any:
-        """Return a tree with its floating tensors rounded, and where `gradients` is true their gradients, too."""
+        """Return a tree with its floating tensors rounded, and where `gradients` is true their gradients, too.
+
+        Args:
+            tree: Tensors.
+            dtype: One that `rounds`, or what `ampx.formats.digits_of` names.
+            gradients: Round gradients, too.
+        """
 
     @abc.abstractmethod
     def computing(self, dtype: Any) -> AbstractContextManager[Any]:
@@ -53,7 +59,7 @@ class Forcer(abc.ABC):
         dtype = self.dtype(module)
         if dtype is None:
             return forward(*inputs, **options)
-        if self.rounds(dtype):
+        if find_digits(dtype) is not None or self.rounds(dtype):
             inputs, options = self.rounded((inputs, options), dtype, gradients=False)
             return self.rounded(forward(*inputs, **options), dtype, gradients=True)
         with self.computing(dtype):

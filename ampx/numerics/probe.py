@@ -25,8 +25,8 @@ class Watching:
         dtype: The dtype that `Stats.flushed` and `Stats.overflowed` are about, of `ampx.formats.FORMATS`.
         modules: Patterns (`fnmatch`) of the names of modules; empty for all.
         operations: Read every operation, too, not only modules.
-        samples: Keep up to so many elements of every value: those at multiples of `ceil(elements / samples)` in
-            row-major order, which are the same elements in every replay.
+        samples: Keep up to so many elements of every value: those at multiples of `ampx.formats.stride` in row-major
+            order, which are the same elements in every replay.
         times: Measure how long the forward pass of each module takes.
     """
 

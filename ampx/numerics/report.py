@@ -127,7 +127,7 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
         parts += [page.heading("Updates and gradients"), page.table(METER_HEAD, meters)]
     parts += [lost_map(meter) for facts in report["dtypes"].values() for meter in facts["meters"]]
     if report["sweep"] is not None:
-        parts += [page.heading(f"Over {report['sweep']['option']}"), page.svg(_draw_sweep(report))]
+        parts += [page.heading(f"Over {report['sweep']['option']}"), page.svg(_draw_sweep(report, _empty_figure()))]
         parts += map(page.paragraph, sweep_failures(report["sweep"]))
     for name, facts in report["dtypes"].items():
         modules = facts["modules"]
@@ -225,10 +225,13 @@ def sweep_failures(sweep: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
+def _empty_figure() -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained") if figure is None else figure
+    return Figure(figsize=(9.0, 3.6), layout="constrained")
+
+
+def _draw_sweep(report: Mapping[str, Any], figure: Any) -> Any:
     speed, memory = figure.subplots(1, 2)
     points = report["sweep"]["points"]
     for name in swept_dtypes(report["sweep"]):
@@ -253,32 +256,20 @@ def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
 
 
 def _diagnosed(report: Mapping[str, Any]) -> list[str]:
-    parts = [page.paragraph(report["verdict"], verdict=True)]
     diagnosis = report["diagnosis"]
-    if diagnosis is not None:
-        places = (("last finite", diagnosis["last_finite"]), ("first not finite", diagnosis["first_nonfinite"]))
-        shown = {name: _place(place) for name, place in places if place is not None}
-        if shown:
-            parts.append(page.table(("", *shown), list(zip(_PLACE, *shown.values(), strict=True))))
-        if diagnosis["advice"]:
-            parts += [page.heading("What to do"), page.code(diagnosis["advice"].splitlines())]
+    parts = [page.paragraph(report["verdict"], verdict=True)]
+    parts += [] if diagnosis is None else _what_to_do(diagnosis)
     if report["mistakes"]:
         parts += [page.heading("Mistakes in the script"), *map(page.paragraph, report["mistakes"])]
     if report["risks"]:
-        parts.append(page.heading("Risks"))
-        parts += [page.paragraph(risk["text"]) for risk in report["risks"]]
+        parts += [page.heading("Risks"), *(page.paragraph(risk["text"]) for risk in report["risks"])]
     parts += [
         *map(page.paragraph, report["notes"]),
         *_loss_parts("Loss", *({report["dtype"]: report[key]} for key in ("losses", "losses_of"))),
     ]
     if report["map"] is not None:
-        names = [name or "the model" for name in report["map"]["modules"]]
-        title = "largest magnitude of the output; red: not finite, or not run"
-        largest, steps = report["map"]["largest"], report["map"]["steps"]
-        parts += [
-            page.heading("Before it failed" if diagnosis is not None else "Steps that were looked at"),
-            page.heat_map(names, steps, largest, title, missing=page.ALARM),
-        ]
+        title = "Before it failed" if diagnosis is not None else "Steps that were looked at"
+        parts += [page.heading(title), _range_map(report["map"])]
     if report["modules"]:
         rows = [
             (entry["module"] or "the model", entry["kind"], entry["direction"], entry["dtype"], _range(entry["value"]))
@@ -287,6 +278,25 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
         parts += [page.heading(f"Modules in step {report['looked_at']}")]
         parts.append(page.table(("module", "class", "pass", "dtype", "value"), rows))
     return parts
+
+
+def _what_to_do(diagnosis: Mapping[str, Any]) -> list[str]:
+    """Return what was tried, the bracket, and the lines of code."""
+    tried = diagnosis["experiments"]
+    parts = [page.paragraph(f"{'Cure' if entry['cures'] else 'No cure'}: {entry['text']}.") for entry in tried]
+    places = (("last finite", diagnosis["last_finite"]), ("first not finite", diagnosis["first_nonfinite"]))
+    shown = {name: _place(place) for name, place in places if place is not None}
+    if shown:
+        parts.append(page.table(("", *shown), list(zip(_PLACE, *shown.values(), strict=True))))
+    if diagnosis["advice"]:
+        parts += [page.heading("What to do"), page.code(diagnosis["advice"].splitlines())]
+    return parts
+
+
+def _range_map(largest: Mapping[str, Any]) -> str:
+    names = [name or "the model" for name in largest["modules"]]
+    title = "largest magnitude of the output; red: not finite, or not run"
+    return page.heat_map(names, largest["steps"], largest["largest"], title, missing=page.ALARM)
 
 
 _PLACE = ("pass", "module", "operation", "dtype", "value", "inputs", "line")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ampx.backend import Array
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, find_digits, to_digits
 
 from .probe import Stats
 from .watching import NUMBERS, Tensors, sample_slices
@@ -21,13 +21,18 @@ def round_to(values: Any, dtype: str) -> Array:
 
     Args:
         values: Numbers of any shape.
-        dtype: A name of `FORMATS`.
+        dtype: A name of `FORMATS`, or of its digits: see `digits_of`.
 
     Returns:
         The rounded numbers as float32: beyond the largest number infinity, or NaN where the dtype has no infinity.
     """
-    form = FORMATS[dtype]
     exact = np.asarray(values, np.float32)
+    bits = find_digits(dtype)
+    if bits is not None:
+        with np.errstate(all="ignore"):
+            nearest = to_digits(exact, bits).astype(np.float32)
+        return np.where(np.isfinite(nearest), nearest, exact)
+    form = FORMATS[dtype]
     if dtype == "float32":
         return exact.copy()
     _, least = np.frexp(form.smallest)
@@ -62,7 +67,7 @@ def describe(values: Any, dtype: str = "float16") -> Stats:
 
 
 def sample(values: Any, samples: int) -> Array:
-    """Return at most so many elements as float32: those at multiples of `ceil(elements / samples)`, row by row."""
+    """Return at most so many elements as float32: those at multiples of a stride, row by row."""
     flat = np.asarray(values).reshape(-1)
     return flat[sample_slices([flat.size], samples)[0]].astype(np.float32)
 

@@ -60,11 +60,12 @@ class Trial:
             first of them.
         block: So many steps are timed together, and the device is waited for at their end.
         watched: Steps, from 1, in which modules are watched.
-        watching: What is looked at there.
+        watching: What is looked at there; operations in the last of these steps only.
         float32: Steps, from 2, in which casting is off.
         forced: By pattern of names of modules, the dtype to force them into during the whole run.
         gradients: Steps in which the gradients of parameters are sampled.
-        stop_at_fault: End after the first step with a loss that is not finite, or in which the loss scale collapses.
+        stop_at_fault: End after the first step with a loss that is not finite, in which the loss scale collapses, or
+            that is skipped at a scale of 1.
         shares_compiled: What is compiled is kept for other trials of this process; its memory is not comparable then.
         may_raise: An exception of the script is part of what is seen, once it has an optimizer.
     """
@@ -99,7 +100,8 @@ class Outcome:
         peak_device: The same on the accelerator; None without one, or where nothing counts.
         readings: By step, what the watched modules computed.
         gradients: By step in which they were sampled, what was trained, where the backend can tell.
-        fault: `(step, what)` at which a run that was to stop at a fault did so: "loss" or "scale"; None for none.
+        fault: `(step, what)` at which a run that was to stop at a fault did so: "loss", "scale" or "skipped"; None for
+            none.
         watches: The backend can watch modules.
         native: The low-precision dtypes that the device computes in hardware, whatever `"auto"` chooses there.
         ended_early: The script was ended after the steps that were asked for.
@@ -240,6 +242,22 @@ def _refusal(output: str) -> str:
     return refusal if mark else ""
 
 
+def _failure(trial: Trial, code: int, text: str) -> TrialError:
+    """Return why a child ended with an exit code, and printed this."""
+    program = trial.program
+    refusal = _refusal(text) if code in (MISUSED, REFUSED) else ""
+    if refusal and code == MISUSED:
+        return InvalidTrialError(refusal)
+    if refusal:
+        return TrialError(f"{program.name} in {trial.settings.dtype} was refused: {refusal}")
+    hint = misplaced(program) if code == WRONG_OPTIONS else ""
+    return TrialError(
+        f"{program.name} in {trial.settings.dtype} ended with exit code {code}; accepted: a script that trains to its "
+        f"end and reads nothing from the standard input. Its own options follow its name. Mend what this shows: "
+        f"`{_running(trial)}`." + (f" {hint}" if hint else "") + (f" Its last words:\n{text[-2000:]}" if text else "")
+    )
+
+
 def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
     """Run a script as asked, in a process of its own.
 
@@ -269,18 +287,7 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
             done = subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL, **streams)
         text = noise.read_text(encoding="utf-8", errors="replace").strip()
         if done.returncode or not answer.exists():
-            refusal = _refusal(text) if done.returncode in (MISUSED, REFUSED) else ""
-            if refusal and done.returncode == MISUSED:
-                raise InvalidTrialError(refusal)
-            if refusal:
-                raise TrialError(f"{trial.program.name} in {trial.settings.dtype} was refused: {refusal}")
-            raise TrialError(
-                f"{trial.program.name} in {trial.settings.dtype} ended with exit code {done.returncode}; accepted: a "
-                f"script that trains to its end and reads nothing from the standard input. Its own "
-                f"options follow its name. Mend what this shows: `{_running(trial)}`."
-                + (f" {hint}" if done.returncode == WRONG_OPTIONS and (hint := misplaced(trial.program)) else "")
-                + (f" Its last words:\n{text[-2000:]}" if text else "")
-            )
+            raise _failure(trial, done.returncode, text)
         outcome: Outcome = pickle.loads(answer.read_bytes())
     if outcome.steps == 0 and outcome.raised is None:
         notes = " ".join(outcome.run["notes"])

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import abc
+import functools
 import glob
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, Generic, TypeVar, get_args
+
+import numpy as np
 
 from ampx import callers
-from ampx.backend import MODULE, CastPlan
+from ampx.backend import MODULE, Array, CastPlan
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError, UnsupportedOpError, shown
+from ampx.formats import digits_of
 from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
-from .compare import Comparison, ModuleError, bound, check_tolerance, compared, worst_errors
+from .compare import Comparison, ModuleError, check_tolerance, compared, worst_errors
+from .diagnose import in_one_line
 from .operations import failing, family
-from .probe import Reading, Step, Watching
+from .probe import Reading, Replayed, Step, Watching
 from .timing import speed_in_words
+from .tolerance import RESOLUTION, Distance, Tolerance, by_count, by_rounding, percent, uniform
 
-# Gradients that are further off than this are of another direction, whatever rounding explains.
-LARGEST_TOLERANCE: Final = 0.25
+# A loss scale that is too large is divided by this before it is asked again: four halvings.
+BACKOFF: Final = 16.0
 # Below this a ratio of times is no difference.
 ALIKE: Final = 0.02
 DISABLED: Final = "nothing is left but to check gradients; true does so, at the cost of a small step's time"
@@ -59,7 +65,7 @@ class TunedPolicy:
         reasons: Why, by `"dtype"`, `"level"`, `"loss_scale"` and `"enabled"`: one sentence each.
         modules: Names of all modules of the model, by which a file that is stale is known.
         agrees: Whether loss and gradients agree with float32's within the tolerance.
-        tolerance: Relative tolerance of loss and gradients.
+        tolerance: Relative tolerance of loss and gradients, the larger one.
         speed: Steps per second over those of float32 on this device; None where that was not measured.
         replays: How often the batch was computed.
         operations: Operations that could stay in float32 instead of the modules, wherever they are; () where that is
@@ -188,17 +194,47 @@ def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> f
             return needed
 
 
-def by_error(modules: Sequence[str], errors: Sequence[ModuleError]) -> list[str]:
+def by_error(
+    modules: Sequence[str], errors: Sequence[ModuleError], effects: Mapping[str, float] | None = None
+) -> list[str]:
     """Return modules in the order in which they are likely to be needed in float32.
 
-    Modules without others inside come first, that which adds most to the error in front; then those that hold others,
-    the innermost first, for what they compute themselves.
+    In front are modules that are not finite though all that they hold is: they break by themselves. Then come those
+    without others inside, that which adds most to the error of values or of the loss in front; then those that hold
+    others, the innermost first, for what they compute themselves.
 
     Args:
         modules: Names of all modules.
         errors: Of the values of modules, in order of execution.
+        effects: By module, how far the loss is off by what its outputs are off by, in first order, relative to it.
     """
     holds = {name for name in modules if any(inside(other, name) for other in modules)}
+    added = _added(errors, holds)
+    for name, effect in _growing(effects or {}, holds):
+        added[name] = max(effect, added.get(name, 0.0))
+    alone = _broken_alone(holds, errors)
+    leaves = sorted((name for name in modules if name not in holds), key=lambda name: -added.get(name, 0.0))
+    inner = sorted(holds.difference(alone), key=lambda name: -name.count(".") if name else 1)
+    return alone + leaves + inner
+
+
+def _broken_alone(holds: Collection[str], errors: Iterable[ModuleError]) -> list[str]:
+    """Return the modules with others inside that are not finite where all inside is."""
+    broken = dict.fromkeys(entry.module for entry in errors if entry.direction == "forward" and math.isinf(entry.error))
+    return [name for name in broken if name in holds and not any(inside(other, name) for other in broken)]
+
+
+def _growing(effects: Mapping[str, float], holds: Container[str]) -> Iterator[tuple[str, float]]:
+    """Yield by how much each module that holds no other moves the loss more than the module before."""
+    before = 0.0
+    for name, effect in effects.items():
+        if name not in holds:
+            yield name, effect - before
+            before = effect
+
+
+def _added(errors: Iterable[ModuleError], holds: Container[str]) -> dict[str, float]:
+    """Return by how much each module's error is larger than that of the module before, at most."""
     added: dict[str, float] = {}
     before = {"forward": 0.0, "backward": 0.0}
     for entry in errors:
@@ -208,9 +244,38 @@ def by_error(modules: Sequence[str], errors: Sequence[ModuleError]) -> list[str]
         step = 0.0 if math.isinf(last) else entry.error - last
         added[entry.module] = max(step, added.get(entry.module, 0.0))
         before[entry.direction] = entry.error
-    leaves = sorted((name for name in modules if name not in holds), key=lambda name: -added.get(name, 0.0))
-    inner = sorted(holds, key=lambda name: -name.count(".") if name else 1)
-    return leaves + inner
+    return added
+
+
+def first_order(reference: Sequence[Reading], low: Sequence[Reading], loss: float) -> dict[str, float]:
+    """Return how far a loss is off by what outputs of modules are off by, in first order, relative to the loss.
+
+    That is the gradient of the output, of the one backward in float32, times the difference of the outputs.
+
+    Args:
+        reference: Readings in float32, with samples.
+        low: Readings of the same batch in low precision, with samples.
+        loss: In float32.
+    """
+    outputs, gradients = (_sampled(reference, direction) for direction in ("forward", "backward"))
+    values = _sampled(low, "forward")
+    sizes = {(entry.module, entry.call): entry.value.elements for entry in reference if entry.direction == "forward"}
+    effects: dict[str, float] = {}
+    for key in [key for key in outputs if key in gradients and key in values]:
+        if outputs[key].shape == gradients[key].shape == values[key].shape:
+            moved = float(np.dot(gradients[key], values[key] - outputs[key])) * sizes[key] / max(1, outputs[key].size)
+            effect = abs(moved) / (abs(loss) or 1.0)
+            effects[key[0]] = max(effect if math.isfinite(effect) else 0.0, effects.get(key[0], 0.0))
+    return effects
+
+
+def _sampled(readings: Iterable[Reading], direction: str) -> dict[tuple[str, int], Array]:
+    """Return the samples of modules' values by module and call."""
+    return {
+        (entry.module, entry.call): np.asarray(entry.sample, np.float64)
+        for entry in readings
+        if entry.direction == direction and not entry.operation and entry.sample is not None
+    }
 
 
 def inside(name: str, outer: str) -> bool:
@@ -324,26 +389,41 @@ class Kept:
 NOTHING: Final = Kept()
 
 
-class Search(abc.ABC):
+def most_runs(entries: int, modules: int) -> int:
+    """Return how many runs a search makes at most that keeps so many entries in float32, of so many modules."""
+    return math.ceil(2 * entries * math.log2(max(2, modules)) + 10 + entries)
+
+
+Run = TypeVar("Run")
+
+
+class Search(abc.ABC, Generic[Run]):
     """The measurements of `searched`, of a batch or of a script.
 
     Attributes:
         framework: Name of the framework.
         device: Name of the device.
         dtype: The low precision.
-        tolerance: Relative tolerance of what is compared.
+        tolerance: How far a run may be from float32's.
+        scale: The loss scale of runs in the dtype; it falls where it is to blame.
         runs: How many runs were made.
+        samples: Of so many runs most decide; more than one where float32 itself differs from run to run.
         for_inference: The output counts, and gradients do not.
         modules: Names of all modules, in order of execution.
         order: The same, the likeliest to be needed in float32 first.
         output: The module whose output is the model's; None where none has a name.
+        failures: By what was kept in float32, by what that run is too far off; empty where it agrees.
+        without: By module or operation that is kept, by what a run is too far off that lacks only this.
     """
 
     framework: str
     device: str
     dtype: str
-    tolerance: float
+    tolerance: Tolerance
+    scale: float = 1.0
     runs: int = 0
+    samples: int = 1
+    modules: tuple[str, ...] = ()
     order: Sequence[str] = ()
 
     def __init__(self, for_inference: bool, readings: Iterable[Reading]) -> None:
@@ -352,10 +432,25 @@ class Search(abc.ABC):
         self.for_inference = for_inference
         self.modules = tuple(dict.fromkeys(outputs))
         self.output = outputs[-1] if outputs else None
+        self.failures: dict[Kept, str] = {}
+        self.without: dict[str, str] = {}
+        self._not_by_scale: set[tuple[int, ...]] = set()
 
     @abc.abstractmethod
-    def passes(self, kept: Kept) -> bool:
-        """Return whether a run with this in float32 agrees with float32; False for what no run can keep."""
+    def compute(self, kept: Kept) -> Run:
+        """Run in the dtype, with this in float32.
+
+        Raises:
+            UnsupportedOpError: No run can keep an operation.
+        """
+
+    @abc.abstractmethod
+    def overflows(self, run: Run) -> tuple[int, ...]:
+        """Return the steps whose gradients are not finite, though what was computed before is."""
+
+    @abc.abstractmethod
+    def failure(self, run: Run) -> str:
+        """Return in words by what a run is too far from float32's; empty where it agrees."""
 
     @abc.abstractmethod
     def smallest_operations(self) -> frozenset[str] | None:
@@ -381,38 +476,109 @@ class Search(abc.ABC):
     def times(self, choices: Mapping[str, Kept | None], repeats: int) -> dict[str, list[float]]:
         """Return the times of each choice in rounds, for `fastest`; None keeps all in float32."""
 
+    def settled(self, kept: Kept) -> Run:
+        """Run in the dtype with a loss scale that fits: before a module is blamed for skipped steps, the scale is.
+
+        Where the same steps are skipped even with a scale of 1, it is not to blame, and is as it was.
+        """
+        first = run = self.compute(kept)
+        scale, steps = self.scale, self.overflows(run)
+        if steps in self._not_by_scale:
+            return first
+        while self.overflows(run) and self.scale > 1:
+            self.scale = max(1.0, self.scale / BACKOFF)
+            run = self.compute(kept)
+        if not self.overflows(run):
+            return run
+        self._not_by_scale.add(steps)
+        self.scale = scale
+        return first
+
+    def judged(self, kept: Kept) -> str:
+        """Return the failure of a run with this in float32, which is made once; empty where it agrees."""
+        if kept not in self.failures:
+            try:
+                self.failures[kept] = self._of_most(kept)
+            except UnsupportedOpError as error:
+                self.failures[kept] = str(error)
+            self.note(kept)
+        return self.failures[kept]
+
+    def note(self, kept: Kept) -> None:
+        """Keep a verdict for a search that goes on after an interruption; the default keeps none."""
+
+    def _of_most(self, kept: Kept) -> str:
+        """Return what most of the runs of a noisy script say, which agree or fail."""
+        verdicts: dict[bool, list[str]] = {True: [], False: []}
+        while True:
+            failure = self.failure(self.settled(kept))
+            verdicts[not failure].append(failure)
+            if 2 * len(verdicts[not failure]) > self.samples:
+                return failure
+
+    def passes(self, kept: Kept) -> bool:
+        """Return whether a run with this in float32 agrees with float32; False for what no run can keep."""
+        return not self.judged(kept)
+
+    def reason(self, name: str, measured: str) -> str:
+        """Return why something is kept: what was measured of it, and what happens without it."""
+        without = self.without.get(name)
+        return f"{measured}; without it {without}" if without else measured
+
     def policy(self, **fields: Any) -> TunedPolicy:
         """Return a policy with these fields, and those of the search."""
         return TunedPolicy(
             self.framework,
             self.device,
             modules=self.modules,
-            tolerance=self.tolerance,
+            tolerance=max(self.tolerance.loss, self.tolerance.gradients),
             replays=self.runs,
             **fields,
         )
 
 
-def explained(dtype: str, roundings: int) -> float:
-    """Return the tolerance that rounding explains."""
-    return min(LARGEST_TOLERANCE, bound(dtype, roundings))
+def needed(search: Search[Any]) -> Kept | None:
+    """Return a smallest set of modules whose run agrees with float32's; None where there is none.
+
+    A module that holds others is kept with all inside. Where these do without it, the smallest set of them takes its
+    place; where they do not, it is needed for what it computes itself. Each of the others is left out once.
+    """
+    modules = minimal(search.order, functools.partial(_passes_with, search, frozenset()))
+    if modules is None:
+        return None
+    untried = [name for name in search.order if name in modules and name]
+    while untried:
+        name = untried.pop()
+        rest = modules - {name}
+        parts = [other for other in search.order if inside(other, name)]
+        search.without[name] = search.judged(Kept(rest | frozenset(parts)))
+        if not search.without[name]:
+            smaller = minimal(parts, functools.partial(_passes_with, search, rest)) or frozenset()
+            modules = rest | smaller
+            untried += [part for part in parts if part in smaller]
+    return Kept(modules)
 
 
-def searched(search: Search, repeats: int) -> TunedPolicy:
+def _passes_with(search: Search[Any], rest: frozenset[str], names: frozenset[str]) -> bool:
+    return search.passes(Kept(rest | names))
+
+
+def searched(search: Search[Any], repeats: int) -> TunedPolicy:
     """Find the smallest set that must stay in float32, and what gains nothing from low precision.
 
     Args:
         search: The measurements.
         repeats: Rounds in which speed is measured; 0 measures none.
     """
-    modules = minimal(search.order, lambda names: search.passes(Kept(names)))
-    whole = modules is not None and "" in modules  # which is float32, but for what stands outside of the model
-    kept = Kept(modules or frozenset())
-    if modules is None or whole:
+    kept = needed(search)
+    whole = kept is not None and "" in kept.modules  # which is float32, but for what stands outside of the model
+    if kept is None or whole:
         operations = search.smallest_operations()
-        kept = Kept(operations=operations or frozenset())
         if operations is None:
             return search.policy(**search.hopeless(whole))
+        kept = Kept(operations=operations)
+        for name in operations:
+            search.without[name] = search.judged(Kept(operations=operations - {name}))
     instead = search.failing_operations(kept.modules)
     policy = search.policy(
         dtype=search.dtype,
@@ -426,23 +592,27 @@ def searched(search: Search, repeats: int) -> TunedPolicy:
     return replace(policy, replays=search.runs)
 
 
-def _for_speed(search: Search, policy: TunedPolicy, kept: Kept, repeats: int) -> TunedPolicy:
+def _for_speed(search: Search[Any], policy: TunedPolicy, kept: Kept, repeats: int) -> TunedPolicy:
     """Return a policy that is not slower than float32: without the modules that lose time, or without any casting."""
     denied = {choice.entry for choice in policy.deny}
     slow = {name: times for name, times in search.slow(kept, repeats).items() if entry_of(name) not in denied}
     # The simplest in front: where nothing pays, nothing is cast.
     choices: dict[str, Kept | None] = {FLOAT32.dtype: None, "safe": kept}
-    leaves = [name for name in search.modules if not any(inside(other, name) for other in search.modules)]
-    if slow and any(name not in slow and entry_of(name) not in denied for name in leaves):  # else nothing is cast
-        lean = Kept(kept.modules | slow.keys(), kept.operations)
-        if search.passes(lean):
-            choices["tuned"] = lean
+    lean = Kept(kept.modules.union(slow), kept.operations)
+    if slow and _leaves_some(search.modules, denied | set(map(entry_of, slow))) and search.passes(lean):
+        choices["tuned"] = lean
     times = search.times(choices, repeats)
     choice = fastest(times)
     if choice == FLOAT32.dtype:
         return search.policy(**in_float32(not_faster(policy, times), speed=1.0))
     ratios = [mine / other for mine, other in zip(times[FLOAT32.dtype], times[choice], strict=True)]
     return policy.timed(ratios, slow if choice == "tuned" else {})
+
+
+def _leaves_some(modules: Sequence[str], denied: Container[str]) -> bool:
+    """Return whether a module that holds no other is cast still: else nothing is."""
+    leaves = [name for name in modules if not any(inside(other, name) for other in modules)]
+    return any(entry_of(name) not in denied for name in leaves)
 
 
 def entry_of(name: str) -> str:
@@ -453,7 +623,15 @@ def entry_of(name: str) -> str:
 # -- a batch in code -------------------------------------------------------------------------------
 
 
-class _BatchSearch(Search):
+@dataclass(frozen=True)
+class _Replay:
+    """A run of a batch, and what it raised; empty for nothing."""
+
+    seen: Seen
+    raised: str = ""
+
+
+class _BatchSearch(Search[_Replay]):
     """One batch, computed again and again."""
 
     def __init__(
@@ -472,15 +650,26 @@ class _BatchSearch(Search):
         self.reference = self.run(FLOAT32, self.watching)
         super().__init__(for_inference, self.reference.readings)
         self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
+        self.tolerance = uniform(tolerance) if tolerance is not None else self._explained()
+        self.lowers = True  # something besides what fails is computed in the dtype
+
+    def _explained(self) -> Tolerance:
+        """Return what rounding explains: measured where modules have names and the dtype itself is computed."""
+        if self.casting is FLOAT32 or not self.reference.finite:
+            return uniform(RESOLUTION)
+        rounded = None
+        if self.modules and not self.casting.simulated:
+            rounded = self.tried(Casting(FLOAT32.dtype, None, {"*": digits_of(self.dtype)}), self.watching)
+        if rounded is not None and not rounded.raised:
+            return by_rounding(self.dtype, [self.distance(rounded.seen, 1.0)])
         # Where no module has a name, each parameter stands for one: an output, and the gradient of it.
         roundings = len(self.reference.readings) or 2 * len(self.reference.replayed.parameters)
-        self.tolerance = explained(casting.dtype, roundings) if tolerance is None else tolerance
-        self.lowers = True  # something besides what fails is computed in the dtype
+        return by_count(self.dtype, roundings)
 
     def run(self, casting: Casting, watching: Watching | None = None) -> Seen:
         """Compute the batch, and count that."""
         self.runs += 1
-        return self.batch.run(casting, 1.0 if casting is FLOAT32 else self.scale, watching)
+        return self.batch.run(casting, self.scale if casting.dtype == self.dtype else 1.0, watching)
 
     def casting_of(self, kept: Kept) -> Casting:
         """Return the casting with modules and operations in float32."""
@@ -490,35 +679,43 @@ class _BatchSearch(Search):
             plan = self.batch.backend.check_plan(CastPlan(plan.device, plan.dtype, plan.level, plan.allow, deny))
         return replace(self.casting, forced=forced, plan=plan)
 
-    def compare(self, low: Seen) -> Comparison:
+    def compare(self, low: Seen, scale: float) -> Comparison:
         """Compare a run with float32."""
         reference = self.reference.replayed, self.reference.readings
-        return compared(reference, (low.replayed, low.readings), self.dtype, self.scale, self.casting.simulated)
+        return compared(reference, (low.replayed, low.readings), self.dtype, scale, self.casting.simulated)
 
     def begin(self) -> None:
         """Compute the batch in the dtype, with nothing more in float32."""
-        self.first = self.run(self.casting, self.watching)
-        self.errors = self.compare(self.first).modules
-        self.order = by_error(self.modules, self.errors)
+        self.first = self.settled(NOTHING)
+        self.failures[NOTHING] = self.failure(self.first)
+        self.errors = self.compare(self.first.seen, self.scale).modules
+        effects = first_order(self.reference.readings, self.first.seen.readings, self.reference.replayed.loss)
+        self.order = by_error(self.modules, self.errors, effects)
 
-    def passes(self, kept: Kept) -> bool:
-        if kept == NOTHING:
-            return self.agrees(self.first)
-        only = (glob.escape(self.output),) if self.for_inference and self.output is not None else None
+    def compute(self, kept: Kept) -> _Replay:
+        only = (glob.escape(self.output),) if self.for_inference and kept != NOTHING and self.output is not None else ()
+        return self.tried(self.casting_of(kept), replace(self.watching, modules=only))
+
+    def tried(self, casting: Casting, watching: Watching) -> _Replay:
+        """Compute the batch; what the model raises is part of the answer."""
         try:
-            casting = self.casting_of(kept)
-        except UnsupportedOpError:
-            return False
-        return self.agrees(self.run(casting, None if only is None else replace(self.watching, modules=only)))
+            return _Replay(self.run(casting, watching))
+        except Exception as error:
+            return _Replay(Seen(Replayed(math.nan, {}, {}), self.batch.read_before_error), in_one_line(error))
 
-    def agrees(self, low: Seen) -> bool:
-        """Return whether a run agrees with float32: loss and gradients, or for inference loss and output."""
-        comparison = self.compare(low if self.for_inference else Seen(low.replayed))
+    def overflows(self, run: _Replay) -> tuple[int, ...]:
+        return (1,) if math.isfinite(run.seen.replayed.loss) and run.seen.overflows else ()
+
+    def failure(self, run: _Replay) -> str:
+        return f"the step raises {run.raised}" if run.raised else self.tolerance.exceeded(self.distance(run.seen, self.scale))
+
+    def distance(self, low: Seen, scale: float) -> Distance:
+        """Return how far a run is from float32's: loss, gradients and modules, or for inference loss and output."""
+        comparison = self.compare(low, scale)
         if not self.for_inference:
-            return comparison.agrees(self.tolerance)
+            return Distance(comparison.loss_error, comparison.gradient_error, comparison.modules)
         outputs = [entry for entry in comparison.modules if entry.module == self.output]
-        errors = [entry.error for entry in outputs if entry.direction == "forward"]
-        return max([comparison.loss_error, *errors]) <= self.tolerance
+        return Distance(comparison.loss_error, values=[entry for entry in outputs if entry.direction == "forward"])
 
     def read_operations(self, kept: Kept) -> tuple[Reading, ...]:
         """Return what modules and operations compute in a run."""
@@ -554,13 +751,12 @@ class _BatchSearch(Search):
     def found(self, kept: Kept) -> dict[str, Any]:
         errors = (*worst_errors(self.errors, "backward"), *worst_errors(self.errors, "forward"))
         worst = {entry.module: entry for entry in errors}
-        denied = [Choice(entry_of(name), self._reason(worst.get(name))) for name in self.order if name in kept.modules]
-        denied += [Choice(name, f"fails in {self.dtype}, outside of modules") for name in sorted(kept.operations)]
-        what, device = "output" if self.for_inference else "gradients", self.batch.device
-        refused = "" if self.dtype in device.native | device.emulated else f", where init refuses {self.dtype}"
-        simulated = f", simulated on {device.name}{refused}" if self.casting.simulated else ""
+        kinds = {name: self._reason(worst.get(name)) for name in self.order if name in kept.modules}
+        outside = f"fails in {self.dtype}, outside of modules"
+        denied = [Choice(entry_of(name), self.reason(name, measured)) for name, measured in kinds.items()]
+        denied += [Choice(name, self.reason(name, outside)) for name in sorted(kept.operations)]
         reasons = {
-            "dtype": f"loss and {what} agree with float32's within {self.tolerance:.2g}{simulated}",
+            "dtype": f"loss and {self._within()} of float32's{self._simulated()}",
             "level": "casting by the framework's op lists; the parameters stay in float32",
             "loss_scale": f"the largest scale whose gradients fit is at least {self.scale:g} on this batch"
             if scaled(self.dtype)
@@ -569,16 +765,25 @@ class _BatchSearch(Search):
         asked, allowed = (tuple(Choice(str(entry), "asked for") for entry in entries) for entries in self.lists)
         return {"deny": (*asked, *denied), "allow": allowed, "reasons": reasons}
 
+    def _within(self) -> str:
+        loss, gradients = percent(self.tolerance.loss), percent(self.tolerance.gradients)
+        return f"output are within {loss}" if self.for_inference else f"gradients are within {loss} and {gradients}"
+
+    def _simulated(self) -> str:
+        device = self.batch.device
+        refused = "" if self.dtype in device.native | device.emulated else f", where init refuses {self.dtype}"
+        return f", simulated on {device.name}{refused}" if self.casting.simulated else ""
+
     def _reason(self, error: ModuleError | None) -> str:
         if error is None:
-            return f"float32 is needed here for the loss to agree; {self.dtype} shows no error of its own"
+            return f"it shows no error of its own in {self.dtype}"
         if math.isinf(error.error):
             return f"not finite in {self.dtype}"
-        return f"its output is off by {error.error:.2g} of its norm in {self.dtype}"
+        return f"its output is off by {percent(error.error)} in {self.dtype}"
 
     def hopeless(self, whole: bool) -> dict[str, Any]:
         kind = "nothing less than the whole model" if whole or not self.lowers else "nothing that can be kept"
-        reason = f"{kind} in float32 brings the result within {self.tolerance:.2g} of float32's"
+        reason = f"{kind} in float32 brings the result within {percent(self.tolerance.loss)} of float32's"
         return in_float32(reason, agrees=not self.is_what_if)
 
     def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:
@@ -620,8 +825,9 @@ def tune(
     Args:
         step: A function that takes the model and returns the loss of one batch, without a backward.
         model: The model; its parameters where these are a value (JAX).
-        tolerance: How far loss and gradients may be from float32's, relative to their norm; by default what rounding
-            explains, as in `compare`, and at most a quarter.
+        tolerance: How far loss and gradients may be from float32's, relative to their norm; by default eight times
+            what rounding does to them where modules take and return values, measured in float32. That is at least the
+            resolution of bfloat16 (0.4 %) and at most a quarter. Outputs of modules have to agree alike.
         dtype: The low precision; by default the session's, or what the device prefers. One that the device does not
             compute is simulated, with a warning: `init` refuses such a policy there.
         framework: Name of the framework; by default that of the only session, or the only one imported.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import glob
+import json
 import math
 import re
 import shlex
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from ampx.backend import MODULE, module_patterns
-from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError
-from ampx.formats import find_format
+from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError, UnsupportedOpError
+from ampx.formats import digits_of, find_format
 from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.command import check_writable
@@ -23,10 +26,13 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import FLOAT32, Seen, fitting_scale, scaled
-from .compare import error_map, module_errors, relative_error
+from .compare import ModuleError, error_map, relative_error
+from .diagnose import where_raised
+from .journal import Journal, digest_of
 from .operations import failing
 from .probe import Reading, Replayed, Watching
 from .timing import busy
+from .tolerance import Distance, Tolerance, by_count, by_rounding, percent, uniform
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
 from .tune import (
     NOTHING,
@@ -35,20 +41,20 @@ from .tune import (
     Search,
     TunedPolicy,
     by_error,
-    explained,
+    first_order,
     in_float32,
     inside,
     kept_in_float32,
     minimal,
+    most_runs,
     searched,
     slow_modules,
 )
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
-# No rounding explains a gradient that is off by more: its module computes something else. Small gradients have little
-# weight in the error of all together, and may be off by some percent where rounding moves a threshold such as ReLU's.
-_GROSS: Final = 0.25
+# Of a script whose runs in float32 differ, each run in low precision is made so often, and the most decide.
+_SAMPLED: Final = 3
 _CLEARLY: Final = 1.25  # times as long as the fastest
 _SIMULATED: Final = (
     "Simulated: numbers are rounded where modules take and return them, and not between the operations inside, which "
@@ -88,7 +94,7 @@ def check_options(purpose: str, what_if: str | None, out: Path, force: bool = Fa
         raise UnsupportedDtypeError(f"--what-if: {error}") from error
 
 
-class _ScriptSearch(Search):
+class _ScriptSearch(Search[Outcome]):
     """Runs of a script, each in a process of its own."""
 
     def __init__(
@@ -100,14 +106,18 @@ class _ScriptSearch(Search):
         times: bool,
         run: Callable[[Trial], Outcome],
         progress: Callable[[str], Any],
+        journal: Path | None,
     ) -> None:
-        self.trial, self.dtype, self.simulated, self.scale = trial, dtype, simulated, 1.0
-        self.run_trial, self.progress = run, progress
+        self.trial, self.dtype, self.simulated = trial, dtype, simulated
+        self.run_trial, self.progress, self.journal = run, progress, Journal(journal)
+        self.seconds: list[float] = []  # of the runs so far
         self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES, times=times)
         settings = replace(trial.settings, dtype=FLOAT32.dtype, watched=True)
         last = trial.steps or 1
         self.watched = tuple(sorted({1, (1 + last) // 2, last}))  # for the map; the first step decides
-        self.reference = self.run(replace(trial, settings=settings, watched=self.watched, watching=self.watching))
+        self.wide = replace(trial, settings=settings, watched=(1,), watching=replace(self.watching, times=False))
+        self.reference = self.run(replace(self.wide, watched=self.watched, watching=self.watching))
+        self.check_float32(for_inference)
         readings = self.reference.readings.get(1, ())
         # Without names, losses alone decide; the operations tell how many roundings a loss has behind it.
         self.unnamed = not readings
@@ -122,11 +132,48 @@ class _ScriptSearch(Search):
     def run(self, trial: Trial) -> Outcome:
         """Run the script, and count that."""
         self.runs += 1
-        what = self.dtype if trial.forced else trial.settings.dtype
+        rounds = digits_of(self.dtype) in trial.forced.values()
+        what = self.dtype if trial.forced and not rounds else trial.settings.dtype
         kept = len(trial.settings.deny) or len(trial.forced) - 1
-        what += f" with {kept} in float32" if kept > 0 else ""
-        self.progress(f"{trial.program.name}: run {self.runs}, {what}{', watched' if trial.watched else ''} …")
-        return self.run_trial(trial)
+        what += f" rounded as {self.dtype}" if rounds else f" with {kept} in float32" if kept > 0 else ""
+        watched = ", watched" if trial.watched else ""
+        self.progress(f"{trial.program.name}: run {self.runs}{self._left()}, {what}{watched} …")
+        began = time.monotonic()
+        outcome = self.run_trial(trial)
+        self.seconds.append(time.monotonic() - began)
+        return outcome
+
+    def _left(self) -> str:
+        """Return how many runs follow at most, as long as no more modules turn out to be needed, and their time."""
+        if not self.modules:
+            return ""
+        needed = next(count for count in range(1, len(self.modules) + 2) if self._most(count) >= self.runs)
+        left = self._most(needed) - self.runs
+        seconds = left * statistics.median(self.seconds)
+        time_left = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        return f" (at most {left} more, {time_left}, if {needed} module{'s are' if needed > 1 else ' is'} needed)"
+
+    def _most(self, entries: int) -> int:
+        return most_runs(entries, len(self.modules))
+
+    def check_float32(self, for_inference: bool) -> None:
+        """Raise where float32 itself fails: no choice of modules cures that.
+
+        Raises:
+            TrialError: A loss is not finite, or in training a gradient.
+        """
+        skipped = [] if for_inference else self.reference.skipped
+        faults = {step: "its gradients are not finite" for step in skipped}
+        for step, loss in enumerate(self.reference.losses, 1):
+            if not _is_finite(loss):
+                faults[step] = f"its loss is {loss:g}"
+        if faults:
+            first = min(faults)
+            raise TrialError(
+                f"{self.trial.program.name} fails in float32 itself: {faults[first]} in step {first}, which no "
+                f"choice of modules cures; accepted: a script that trains in float32. `ampx diagnose` says where it "
+                f"fails."
+            )
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
         """Return what the operations of the first step compute in float32."""
@@ -138,24 +185,105 @@ class _ScriptSearch(Search):
 
     def begin(self, dtype: str, tolerance: float | None) -> None:
         """Run in the dtype that was chosen; with it loss scale and tolerance are fixed."""
-        readings = self.reference.readings[1]
         self.dtype = dtype
-        if scaled(dtype):
-            self.scale = fitting_scale(dtype, Seen(Replayed(0.0, {}, {}), readings))
-        self.tolerance = explained(dtype, len(readings)) if tolerance is None else tolerance
-        self.first = self.run(self.low(watched=self.watched, watching=self.watching))
+        self.scale = self._fitting() if scaled(dtype) else 1.0
+        self.noises = [] if dtype == FLOAT32.dtype or tolerance is not None else self._rounded()
+        self.tolerance = uniform(tolerance) if tolerance is not None else self._explained()
+        self.first = self.settled(NOTHING)
+        if dtype != FLOAT32.dtype and self.failure(self.first):
+            self._repeat_float32()
+        self.failures.update(self._known(tolerance))
+        if self.samples == 1:
+            self.failures[NOTHING] = self.failure(self.first)
         self.errors = {step: step_errors(self.reference, self.first, step, dtype) for step in self.watched}
-        self.order = by_error(self.modules, self.errors[1])
+        self.order = self._order()
         self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
         for step, errors in self.errors.items():
             for entry in errors:
                 own = self.worst.setdefault(entry.module, {})
                 own[step] = max(entry.error, own.get(step, 0.0))
 
+    def _known(self, tolerance: float | None) -> dict[Kept, str]:
+        """Return the verdicts of a search for the same that was interrupted."""
+        program, trial = self.trial.program, self.trial
+        asked = {name: getattr(trial, name) for name in ("seed", "steps", "framework")}
+        script = {"name": program.name, "arguments": program.arguments, "digest": digest_of(program.name)}
+        verdicts = self.journal.begin(
+            {
+                **asked,
+                **script,
+                "dtype": self.dtype,
+                "simulated": self.simulated,
+                "for_inference": self.for_inference,
+                "tolerance": tolerance,
+                "device": self.device,
+                "versions": dict(self.reference.versions),
+                "modules": self.modules,
+            }
+        )
+        if verdicts:
+            self.progress(f"{program.name}: {len(verdicts)} runs of a search that was interrupted are known …")
+        return {Kept(*map(frozenset, json.loads(kept))): verdict for kept, verdict in verdicts.items()}
+
+    def note(self, kept: Kept) -> None:
+        self.journal.note(json.dumps([sorted(kept.modules), sorted(kept.operations)]), self.failures[kept])
+
+    def _fitting(self) -> float:
+        """Return the loss scale whose gradients fit in all watched steps."""
+        readings = [entry for entries in self.reference.readings.values() for entry in entries]
+        return fitting_scale(self.dtype, Seen(Replayed(0.0, {}, {}), tuple(readings)))
+
+    def _rounded(self) -> list[Distance]:
+        """Return how far a run in float32 goes that rounds to the digits of the dtype where modules meet.
+
+        There is none where no module has a name, and where the dtype is simulated, which is this rounding.
+        """
+        if self.unnamed or self.simulated:
+            return []
+        rounded = self.run(replace(self.wide, forced={"*": digits_of(self.dtype)}, may_raise=True))
+        return [] if rounded.raised else [self.distance(rounded)]
+
+    def _explained(self) -> Tolerance:
+        if self.noises:
+            return by_rounding(self.dtype, self.noises)
+        return by_count(self.dtype, len(self.reference.readings[1]))
+
+    def _repeat_float32(self) -> None:
+        """Run in float32 again: by what differs from run to run, precision is not to be blamed.
+
+        Raises:
+            TrialError: Losses differ by more than rounding explains.
+        """
+        again = self.run(self.wide)
+        if all(loss is None for loss in again.losses):
+            return
+        own = self.distance(again)
+        if own.loss > self.tolerance.loss:
+            raise TrialError(not_repeatable(self.trial.program))
+        if own.loss or own.gradients:
+            self.samples = _SAMPLED
+            if self.noises:
+                self.noises.append(own)
+                self.tolerance = self._explained()
+
+    def _order(self) -> list[str]:
+        """Return modules, the likeliest to be needed in float32 first; where the script raised, the one that did so."""
+        reference, low = self.reference.readings[1], self.first.unscaled_readings(1)
+        errors = list(self.errors[1])
+        missing = where_raised(low, reference) if self.first.raised else None
+        if missing is not None:
+            error = math.inf if missing.direction == "forward" else 0.0
+            errors.append(
+                ModuleError(missing.module, missing.kind, missing.direction, missing.call, self.dtype, error, 0.0)
+            )
+        loss = next(iter(self.reference.losses), None)
+        return by_error(self.modules, errors, {} if loss is None else first_order(reference, low, loss))
+
     def low(self, kept: Kept = NOTHING, **options: Any) -> Trial:
         """Return the run in the dtype, with modules and operations in float32."""
         forced = kept_in_float32(kept.modules, self.modules)
         settings = replace(self.trial.settings, watched=bool(options.get("watched")), loss_scale=self.scale)
+        options["may_raise"] = True
         if self.simulated:
             settings = replace(settings, dtype=FLOAT32.dtype)
             return replace(self.trial, settings=settings, forced={"*": self.dtype, **forced}, **options)
@@ -163,18 +291,46 @@ class _ScriptSearch(Search):
         settings = replace(settings, dtype=self.dtype, deny=(*settings.deny, *denied, *sorted(kept.operations)))
         return replace(self.trial, settings=settings, **options)
 
-    def passes(self, kept: Kept) -> bool:
+    def compute(self, kept: Kept) -> Outcome:
         if kept == NOTHING:
-            return self.agrees(self.first)
+            return self.run(self.low(watched=self.watched, watching=self.watching))
         only = (glob.escape(self.output),) if self.for_inference and self.output else ()
         watching = replace(self.watching, modules=only, times=False)
         try:
-            outcome = self.run(self.low(kept, watched=(1,), watching=watching))
-        except TrialError:  # an operation that no list may hold
+            return self.run(self.low(kept, watched=(1,), watching=watching))
+        except TrialError as error:
             if kept.modules:
                 raise
-            return False
-        return self.agrees(outcome)
+            raise UnsupportedOpError(str(error)) from error
+
+    def overflows(self, run: Outcome) -> tuple[int, ...]:
+        finite = all(map(_is_finite, run.losses)) and not any(
+            entry.value.nonfinite for entry in run.readings.get(1, ()) if entry.direction == "forward"
+        )
+        return tuple(run.skipped) if finite and run.raised is None and scaled(self.dtype) else ()
+
+    def failure(self, run: Outcome) -> str:
+        if run.raised is not None:
+            return f"the script raises {run.raised[0]}"
+        skipped = [] if self.for_inference else run.skipped
+        if skipped:
+            return f"{len(skipped)} of {run.steps} steps {'is' if len(skipped) == 1 else 'are'} skipped"
+        return self.tolerance.exceeded(self.distance(run))
+
+    def distance(self, run: Outcome) -> Distance:
+        """Return how far a run is from float32's: losses, and of the first step gradients and values of modules.
+
+        A loss may agree by chance, or because it does not move in so few steps. For inference only the output of the
+        first step counts.
+        """
+        errors = step_errors(self.reference, run, 1, self.dtype)
+        if self.for_inference:
+            outputs = [entry for entry in errors if (entry.module, entry.direction) == (self.output, "forward")]
+            return Distance(0.0 if outputs else math.inf, values=outputs)
+        samples, references = (_gradients(outcome.unscaled_readings(1)) for outcome in (run, self.reference))
+        common = [key for key in references if key in samples and samples[key].shape == references[key].shape]
+        joined = [np.concatenate([gradients[key] for key in common] or [[]]) for gradients in (samples, references)]
+        return Distance(self.loss_error(run), relative_error(*joined), errors)
 
     def _failing(self) -> tuple[str, ...]:
         watching = Watching(self.dtype, operations=True)
@@ -196,24 +352,38 @@ class _ScriptSearch(Search):
 
     def found(self, kept: Kept) -> dict[str, Any]:
         patterns = filter(None, kept_in_float32(kept.modules, self.modules))
+        outside = f"fails in {self.dtype}, outside of modules"
         denied = [Choice(f"{MODULE}{pattern}", self._reason(pattern, kept.modules)) for pattern in patterns]
-        denied += [Choice(name, f"not finite in {self.dtype}, outside of modules") for name in sorted(kept.operations)]
-        what = f"losses of {self.trial.steps} steps {'agree' if self.unnamed else 'and the first gradients agree'}"
-        what = "the output agrees" if self.for_inference else what
+        denied += [Choice(name, self.reason(name, outside)) for name in sorted(kept.operations)]
         reasons = {
-            "dtype": f"{what} with float32's within {self.tolerance:.2g}{', simulated' if self.simulated else ''}",
-            "loss_scale": f"gradients of the first step fit with {self.scale:g}"
+            "dtype": f"{self._within()} of float32's{', simulated' if self.simulated else ''}",
+            "loss_scale": f"gradients of these steps fit with {self.scale:g}"
             if scaled(self.dtype)
             else f"{self.dtype} has the exponents of float32",
         }
         return {"deny": tuple(denied), "reasons": reasons}
 
+    def _within(self) -> str:
+        loss, gradients = percent(self.tolerance.loss), percent(self.tolerance.gradients)
+        if self.for_inference:
+            return f"the output is within {percent(self._of_output())}"
+        losses = f"losses of {self.trial.steps} steps are within {loss}"
+        return losses if self.unnamed else f"{losses} and the first gradients within {gradients}"
+
+    def _of_output(self) -> float:
+        """Return the tolerance of the output, for inference."""
+        return min(map(self.tolerance.of, self.distance(self.reference).values), default=self.tolerance.loss)
+
     def _reason(self, pattern: str, kept: Iterable[str]) -> str:
-        """Return a module's error in the first step that was watched, and in a later one where it is larger."""
+        """Return why a module is kept."""
         name = next((name for name in kept if glob.escape(name) == pattern), None)
-        if name is None:
-            return "and all inside"
-        errors = self.worst.get(name, {})
+        return "and all inside" if name is None else self.reason(name, self._measured(name))
+
+    def _measured(self, name: str) -> str:
+        """Return a module's error in the first step that was watched, and in a later one where it is larger."""
+        errors = self.worst.get(name)
+        if not errors:
+            return f"not reached in {self.dtype}"
         broken = next((step for step, error in errors.items() if math.isinf(error)), None)
         if broken is not None:
             return f"not finite in {self.dtype} in step {broken}"
@@ -223,8 +393,10 @@ class _ScriptSearch(Search):
         return f"relative error of {first:.2g} in {self.dtype} in step 1{later}"
 
     def hopeless(self, whole: bool) -> dict[str, Any]:
-        what = "the output is" if self.for_inference else "losses are"
-        reason = f"in {self.dtype} {what} not within {self.tolerance:.2g} of float32's"
+        what, tolerance = (
+            ("the output is", self._of_output()) if self.for_inference else ("losses are", self.tolerance.loss)
+        )
+        reason = f"in {self.dtype} {what} not within {percent(tolerance)} of float32's"
         if self.unnamed:
             why = _nothing_watched(self.trial, self.reference)
             raise TrialError(f"{reason}, and no list of operations cures that: {why}")
@@ -266,38 +438,10 @@ class _ScriptSearch(Search):
         lows, wides = np.array(pairs).T
         return relative_error(lows, wides)
 
-    def check_repeatable(self) -> None:
-        """Raise unless a second run in float32 agrees with the first: else precision would be blamed for it."""
-        again = self.run(replace(self.trial, settings=replace(self.trial.settings, dtype=FLOAT32.dtype)))
-        if any(loss is not None for loss in again.losses) and self.loss_error(again) > self.tolerance:
-            raise TrialError(not_repeatable(self.trial.program))
 
-    def agrees(self, outcome: Outcome) -> bool:
-        """Return whether losses and skipped steps agree with float32's, and the gradients of the first step.
-
-        A loss may agree by chance, or because it does not move in so few steps. For inference only the output of the
-        first step counts.
-        """
-        if self.for_inference:
-            key = self.output, "forward"
-            outputs, low = (
-                [entry for entry in run.readings.get(1, ()) if (entry.module, entry.direction) == key]
-                for run in (self.reference, outcome)
-            )
-            errors = [entry.error for entry in module_errors(outputs, low, self.dtype)]
-            return bool(errors) and max(errors) <= self.tolerance
-        if outcome.skipped or self.loss_error(outcome) > self.tolerance:
-            return False
-        gross = max(self.tolerance, _GROSS)
-        for entry in step_errors(self.reference, outcome, 1, self.dtype):
-            if math.isinf(entry.error) or (entry.direction == "backward" and entry.error > gross):
-                return False
-        samples, references = (_gradients(run.unscaled_readings(1)) for run in (outcome, self.reference))
-        common = [key for key in references if key in samples and samples[key].shape == references[key].shape]
-        if not common:
-            return True
-        joined = [np.concatenate([gradients[key] for key in common]) for gradients in (samples, references)]
-        return relative_error(*joined) <= self.tolerance
+def _is_finite(loss: float | None) -> bool:
+    """Return whether a loss is finite, as far as is known."""
+    return loss is None or math.isfinite(loss)
 
 
 def _nothing_watched(trial: Trial, outcome: Outcome) -> str:
@@ -337,6 +481,7 @@ def tune_script(
     seed: int = 0,
     run: Callable[[Trial], Outcome] = run_trial,
     progress: Callable[[str], Any] = lambda text: None,
+    journal: Path | None = None,
 ) -> tuple[TunedPolicy, dict[str, Any]]:
     """Return the policy, and the report, whose layout docs/reference/cli.md tells.
 
@@ -345,17 +490,18 @@ def tune_script(
         settings: As for `ampx run`.
         framework: The only framework to automate.
         steps: End every run after so many steps.
-        tolerance: How far losses may be from float32's, relative to their norm; by default what rounding explains,
-            and at most a quarter.
+        tolerance: How far losses and the first gradients may be from float32's, relative to their norm; by default
+            what rounding explains, measured by a run in float32: see `ampx.tune`.
         for_inference: Compare the output of the model in the first step, and nothing else.
         what_if: A dtype to simulate, whatever the device computes.
         repeats: Rounds of timed runs; 0 measures no speed.
         seed: What random numbers start from.
         run: Runs a trial.
         progress: Is called with what is done now.
+        journal: A file in which runs are noted until there is an answer: a search that was interrupted goes on.
 
     Raises:
-        TrialError: A run failed, or the backend cannot watch modules.
+        TrialError: A run in float32 failed, or the backend cannot watch modules.
     """
     warm_up = warm_up_of(steps, 5)
     trial = Trial(program, settings, framework, seed, 1 if for_inference else steps, warm_up, shares_compiled=True)
@@ -364,32 +510,45 @@ def tune_script(
     dtype, why = what_if or settings.dtype, "float32 was asked for"
     if what_if is None and dtype != "auto":
         dtype = normalise_dtype(dtype)
-    search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress)
+    search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress, journal)
     if dtype == "auto":
-        probe = run(replace(trial, steps=1))
-        dtype, why = probe.dtype, probe.run["reason"]
-        if dtype == FLOAT32.dtype and probe.native:  # whether it pays is what tune measures
-            dtype = probe.native[0]
+        dtype, why = _chosen(run(replace(trial, steps=1)))
     search.begin(dtype, tolerance)
     if dtype == FLOAT32.dtype:
         why = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
         policy = search.policy(**in_float32(why))
         return policy, _report(search, policy)
-    if not search.agrees(search.first):
-        search.check_repeatable()
     policy = searched(search, repeats if timed else 0)
+    search.journal.end()
     report = _report(search, policy)
-    report["notes"] += disturbance if policy.agrees else []
-    if report["exclusions"]:
-        pytorch = policy.framework == "torch"
-        report["notes"].append(_for_tensorrt(policy, report["exclusions"]))
-        report["notes"].append(_EXPORTED if pytorch else _EXPORTED_ELSEWHERE.format(policy.framework))
-    if search.unnamed:
-        report["notes"].append(
-            f"No part of {program.name} has a name: losses alone were compared, and no part was tried in float32 by "
-            f"itself. {how_to_name(search.reference)}."
-        )
+    report["notes"] += [*(disturbance if policy.agrees else []), *_remarks(search, policy, report["exclusions"])]
     return policy, report
+
+
+def _chosen(probe: Outcome) -> tuple[str, str]:
+    """Return what `auto` chooses, and why; what the device has in hardware where that is float32."""
+    # Whether it pays is what tune measures.
+    dtype = probe.native[0] if probe.dtype == FLOAT32.dtype and probe.native else probe.dtype
+    return dtype, str(probe.run["reason"])
+
+
+def _remarks(search: _ScriptSearch, policy: TunedPolicy, exclusions: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return what is to be known beside the policy."""
+    notes = []
+    if exclusions:
+        notes.append(_for_tensorrt(policy, exclusions))
+        notes.append(_EXPORTED if policy.framework == "torch" else _EXPORTED_ELSEWHERE.format(policy.framework))
+    if search.samples > 1:
+        notes.append(
+            f"Losses of {search.trial.program.name} differ from run to run in float32: each choice was run until "
+            f"{search.samples // 2 + 1} runs said the same of it."
+        )
+    if search.unnamed:
+        notes.append(
+            f"No part of {search.trial.program.name} has a name: losses alone were compared, and no part was tried in "
+            f"float32 by itself. {how_to_name(search.reference)}."
+        )
+    return notes
 
 
 def _is_clear(seconds: Mapping[str, Sequence[float]]) -> bool:

@@ -9,8 +9,8 @@ import abc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -228,6 +228,27 @@ class Watcher(abc.ABC):
         """Return what was seen so far, in order of execution. Sync: one a device."""
         return self.log.readings()
 
+    @contextmanager
+    def looking(
+        self,
+        regions: Iterable[AbstractContextManager[Any]],
+        operations: Callable[[Any], AbstractContextManager[Any]],
+    ) -> Iterator[Watcher]:
+        """Return a region in which modules are read, and operations where they are asked for: `Probe.watch`.
+
+        Args:
+            regions: In which calls of modules come by.
+            operations: Returns a region in which a watcher sees operations.
+        """
+        if self._names is not None:
+            self._names.check(self.watching.modules, "watch")
+        with ExitStack() as stack:
+            for region in regions:
+                stack.enter_context(region)
+            if self.watching.operations:
+                stack.enter_context(operations(self))
+            yield self
+
     @abc.abstractmethod
     def tapped(self, value: Any, where: Where) -> Any:
         """Return a value whose gradients are read when they come: see `listeners`."""
@@ -355,7 +376,7 @@ def sample_slices(sizes: Sequence[int], samples: int) -> tuple[slice, ...]:
         sizes: Elements of each tensor.
         samples: At most so many elements are in the sample, of all tensors together.
     """
-    step, before, slices = stride(sum(sizes), samples), 0, []
+    step, before, slices = stride(sum(sizes), samples, *sizes), 0, []
     for size in sizes:
         slices.append(slice(-before % step, None, step))
         before += size

@@ -154,15 +154,7 @@ def _conclude(request: RunRequest, finished: Finished) -> list[str]:
         return []
     report = to_json(request, finished)
     rank, size = report["rank"], report["world_size"]
-    written = []
-    if request.report is not None:
-        target = report_of(request.report, rank)
-        try:
-            write_report(target, report)
-        except OSError as error:  # the script ends as it ended all the same
-            written = [f"  {'report':<11} {target} could not be written: {error.strerror}"]
-        else:
-            written = [] if rank or size > 1 else [f"  {'report':<11} {target}"]
+    written = [] if request.report is None else _write(request.report, report)
     if rank:
         return written
     lines = [*summary_lines(report, finished.failed), *written]
@@ -175,6 +167,16 @@ def _conclude(request: RunRequest, finished: Finished) -> list[str]:
     if request.report is not None and size > 1:
         lines.append(f"  {'reports':<11} {request.report}, and of the other processes {report_of(request.report, 1)} …")
     return lines
+
+
+def _write(asked: Path, report: dict[str, Any]) -> list[str]:
+    """Write the report of one process, and return the line that says where; a job of several has one line for all."""
+    target = report_of(asked, report["rank"])
+    try:
+        write_report(target, report)
+    except OSError as error:  # the script ends as it ended all the same
+        return [f"  {'report':<11} {target} could not be written: {error.strerror}"]
+    return [] if report["rank"] or report["world_size"] > 1 else [f"  {'report':<11} {target}"]
 
 
 def _diagnosing(request: RunRequest, dtype: str) -> tuple[str, ...]:

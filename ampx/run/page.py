@@ -205,8 +205,7 @@ def heat_map(
     from matplotlib import colormaps
 
     numbers = [[value if isinstance(value, (int, float)) else math.nan for value in row] for row in values]
-    order = sorted(range(len(rows)), key=lambda row: -max([0.0, *(n for n in numbers[row] if not math.isnan(n))]))
-    shown = sorted(order[:MOST_ROWS])
+    shown = _largest_rows(numbers)
     numbers = [numbers[row] for row in shown]
     low, high = _exponents(numbers) if powers else (0.0, 1.0)
     heights = [[math.log10(max(n, 10**low)) if powers else n for n in row] for row in numbers]
@@ -222,12 +221,7 @@ def heat_map(
             vmax=high,
         )
     if len(columns) <= _FEW_COLUMNS:
-        for place, row in enumerate(numbers):
-            for column, number in enumerate(row):
-                if not math.isnan(number):
-                    text = f"{number:.2g}" if powers else f"{number:.0%}"
-                    colour = "white" if heights[place][column] > (low + high) / 2 else "black"
-                    axes.text(column, place, text, color=colour, fontsize=6.5, ha="center", va="center")
+        _annotate(axes, numbers, heights, (low + high) / 2, ".2g" if powers else ".0%")
     axes.set_yticks(range(len(shown)), [_plain_label(rows[row]) for row in shown], fontsize=7)
     axes.set_xticks(range(len(columns)), [str(column) for column in columns])
     axes.set_xlabel("step")
@@ -235,6 +229,21 @@ def heat_map(
     axes.set_title(title + (f" ({hidden} rows with smaller numbers are left out)" if hidden else ""), fontsize=9)
     figure.colorbar(image, ax=axes, label="power of ten" if powers else "share")
     return svg(figure)
+
+
+def _largest_rows(numbers: list[list[float]]) -> list[int]:
+    """Return the positions of the rows with the largest numbers, in their order."""
+    order = sorted(range(len(numbers)), key=lambda row: -max([0.0, *(n for n in numbers[row] if not math.isnan(n))]))
+    return sorted(order[:MOST_ROWS])
+
+
+def _annotate(axes: Any, numbers: list[list[float]], heights: list[list[float]], middle: float, form: str) -> None:
+    """Write the numbers into their fields, light in dark ones."""
+    for place, row in enumerate(numbers):
+        for column, number in enumerate(row):
+            if not math.isnan(number):
+                colour = "white" if heights[place][column] > middle else "black"
+                axes.text(column, place, format(number, form), color=colour, fontsize=6.5, ha="center", va="center")
 
 
 def _exponents(numbers: Sequence[Sequence[float]]) -> tuple[float, float]:

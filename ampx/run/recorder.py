@@ -79,6 +79,12 @@ class OptimizerRecord:
         """Names of the classes, with commas between."""
         return ", ".join(dict.fromkeys(kind for kind, _ in self.optimizers))
 
+    @property
+    def skips_unscaled(self) -> bool:
+        """Whether the last step was skipped at a scale of 1: no scale that backs off mends that."""
+        scale = self.scales[-1][1] if self.scales else self.initial_scale
+        return scale <= 1 and bool(self.skipped) and self.skipped[-1] == self.steps
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types; of several optimizers the place is that of the first."""
         values = asdict(self)

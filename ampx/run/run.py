@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -392,14 +392,20 @@ class Run:
             scale = f"with ampx.scale_loss(loss, {every}) as scaled: {self.backward}"
             return (f"{every} = {wrapped}  # {shown}", *between, f"{scale}  # of these, those that the loss trains")
         names = [f"{self.noun}_{number}" for number in range(1, count + 1)]
-        wraps, waiting = [], iter(names)
-        for group in groups:
-            listed = ", ".join(next(waiting) for _ in group)
-            passed = listed if len(group) == 1 else f"[{listed}]"  # one loss scale for all
-            origin, origins = origins[: len(group)], origins[len(group) :]
-            wraps.append(f"{listed} = ampx.wrap_optimizer({passed})  # {', '.join(origin)}")
         scale = f"with ampx.scale_loss(loss, [{', '.join(names)}]) as scaled: {self.backward}"
-        return (*wraps, *between, f"{scale}  # of these, those that the loss trains")
+        return (*_wrap_lines(groups, names, origins), *between, f"{scale}  # of these, those that the loss trains")
+
+
+def _wrap_lines(groups: Iterable[Sized], names: Sequence[str], origins: Sequence[str]) -> list[str]:
+    """Return the lines that wrap optimizers, a line a group, which shares one loss scale."""
+    lines, first = [], 0
+    for group in groups:
+        last = first + len(group)
+        listed = ", ".join(names[first:last])
+        passed = listed if len(group) == 1 else f"[{listed}]"
+        lines.append(f"{listed} = ampx.wrap_optimizer({passed})  # {', '.join(origins[first:last])}")
+        first = last
+    return lines
 
 
 def _kind_of(wrapped: Any) -> str:

@@ -48,12 +48,11 @@ class Finished:
             if run.amp is not None or run.stood_down:
                 self.run = run
                 self.effective = run.effective or (None if run.amp is None else run.amp.effective)
+            self.misuse = self.misuse or run.misuse
         if isinstance(self.error, RunRefusedError):
             self.refusal = str(self.error)
-        refusals = [str(run.refusal) for run in self.runs if run.refusal is not None]
-        refusals += [child["refusal"] for child in self.children if child["refusal"]]
-        self.refusal = self.refusal or (refusals[0] if refusals else "")
-        self.misuse = self.misuse or next((run.misuse for run in self.runs if run.misuse is not None), None)
+        refusals = [str(run.refusal or "") for run in self.runs] + [child["refusal"] for child in self.children]
+        self.refusal = self.refusal or next(filter(None, refusals), "")
 
     def begin_child(self) -> None:
         """Forget what the parent process did, in a copy of it."""

@@ -74,6 +74,18 @@ class Flow:
             return self.program.definitions(f"{definition.imported}.{rest}" if rest else str(definition.imported), node)
         return self._inside_instances((home, text))
 
+    def bindings_at(self, place: Place | None) -> list[Binding]:
+        """Return where a place gets its values."""
+        return self.bindings.get(place, []) if place is not None else []
+
+    def values_at(self, place: Place | None) -> list[ast.expr]:
+        """Return what is assigned to a place, as far as it is one expression each time."""
+        return [binding.value for binding in self.bindings_at(place) if binding.value is not None]
+
+    def uses_at(self, place: Place | None) -> list[Reference]:
+        """Return where a place is read."""
+        return self.uses.get(place, []) if place is not None else []
+
     def _inside_instances(self, place: Place) -> Place:
         """Return an attribute of an object whose class is known as an attribute of `self` in that class."""
         parts = place[1].split(".")
@@ -130,17 +142,10 @@ class Flow:
 
     def called(self, call: ast.Call) -> Function | None:
         """Return the function or method of the program that a call is known to reach; of a class its `__init__`."""
-        name = dotted(call.func)
-        cls = self.program.enclosing_class(call)
-        if name is not None and name.startswith("self.") and name.count(".") == 1:
-            return None if cls is None else self.method(cls, name.removeprefix("self."))
         function = call.func
-        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call):
-            if dotted(function.value.func) == "super" and cls is not None:
-                bases = [base for base in map(self.class_of, cls.bases) if base is not None]
-                inherited = [self.method(base, function.attr) for base in bases]
-                return next((method for method in inherited if method is not None), None)
-            return None
+        match function:
+            case ast.Attribute(value=ast.Call() | ast.Name("self")):
+                return self._own_method(call, function)
         held = self._instances.get(self.place(function) or (None, ""))
         if held is not None:
             return self.method(held, "__call__")
@@ -148,10 +153,22 @@ class Flow:
             held = self._instances.get(self.place(function.value) or (None, ""))
             if held is not None:
                 return self.method(held, function.attr)
-        definition = None if name is None else self._definition(function)
+        definition = self._definition(function)
         if isinstance(definition, ast.ClassDef):
             return self.method(definition, "__init__")
         return definition if isinstance(definition, FUNCTIONS) else None
+
+    def _own_method(self, call: ast.Call, function: ast.Attribute) -> Function | None:
+        """Return the method that `self.method()` or `super().method()` calls; None for one of another call's result."""
+        cls = self.program.enclosing_class(call)
+        if cls is None:
+            return None
+        if not isinstance(function.value, ast.Call):
+            return self.method(cls, function.attr)
+        if dotted(function.value.func) != "super":
+            return None
+        inherited = (self.method(base, function.attr) for base in map(self.class_of, cls.bases) if base is not None)
+        return next((method for method in inherited if method is not None), None)
 
     def method(self, cls: ast.ClassDef, name: str, depth: int = 8) -> Function | None:
         """Return a method of a class, its own or of a base that the program has."""
@@ -193,33 +210,31 @@ class Flow:
         if place in seen:
             return []
         seen.add(place)
-        bindings = self.bindings.get(place, [])
+        bindings = self.bindings_at(place)
         if not bindings:
             return None
         origins: list[Binding] = []
         for binding in bindings:
-            sources: list[ast.expr] = []
-            if isinstance(binding.node, ast.arg):
-                sources = self.arguments(place)
-                if not sources:
-                    return None
-            elif binding.statement is None:
+            sources = self._sources(place, binding, home)
+            if sources is None:
                 return None
-            elif (
-                binding.value is not None
-                and dotted(binding.value)
-                and self.program.function(binding.statement) is not home
-            ):
-                sources = [binding.value]  # another name of the same thing
-            elif not is_none(binding.value):
-                origins.append(binding)
+            origins += [] if sources or is_none(binding.value) else [binding]
             for source in sources:
-                inner = None if is_none(source) else self.place(source)
+                inner = self.place(source)
                 deeper = [] if is_none(source) else None if inner is None else self._origins(inner, home, seen)
                 if deeper is None:
                     return None
                 origins += [origin for origin in deeper if origin not in origins]
         return origins
+
+    def _sources(self, place: Place, binding: Binding, home: ast.AST | None) -> list[ast.expr] | None:
+        """Return the expressions that a binding is another name of; None where nothing is known of what it binds."""
+        if isinstance(binding.node, ast.arg):
+            return self.arguments(place) or None
+        if binding.statement is None:
+            return None
+        is_alias = dotted(binding.value) and self.program.function(binding.statement) is not home
+        return [binding.value] if is_alias and binding.value is not None else []
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -231,12 +246,15 @@ class Flow:
         for annotated in program.every(ast.AnnAssign, tree):
             if annotated.value is not None:
                 self._bind(annotated.target, annotated, annotated.value)
-        targets: list[ast.AST | None] = [loop.target for loop in program.every(ast.For, tree)]
-        targets += [loop.target for loop in program.every(ast.AsyncFor, tree)]
-        targets += [augmented.target for augmented in program.every(ast.AugAssign, tree)]
-        targets += [walrus.target for walrus in program.every(ast.NamedExpr, tree)]
-        targets += [item.optional_vars for region in program.every(ast.With, tree) for item in region.items]
-        targets += [item.optional_vars for region in program.every(ast.AsyncWith, tree) for item in region.items]
+        others: list[ast.For | ast.AsyncFor | ast.AugAssign | ast.NamedExpr] = [
+            *program.every(ast.For, tree),
+            *program.every(ast.AsyncFor, tree),
+            *program.every(ast.AugAssign, tree),
+            *program.every(ast.NamedExpr, tree),
+        ]
+        blocks: list[ast.With | ast.AsyncWith] = [*program.every(ast.With, tree), *program.every(ast.AsyncWith, tree)]
+        targets: list[ast.AST | None] = [other.target for other in others]
+        targets += [item.optional_vars for block in blocks for item in block.items]
         for bound in targets:
             if bound is not None:
                 self._bind(bound, None, None)

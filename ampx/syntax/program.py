@@ -273,6 +273,17 @@ class Program:
         """Return the node around a node; a module's is itself."""
         return self._parents.get(node, node)
 
+    def call_of(self, node: ast.AST) -> ast.Call | None:
+        """Return the call of what an expression names; None where it is not called."""
+        parent = self.parent(node)
+        return parent if isinstance(parent, ast.Call) and parent.func is node else None
+
+    def receiving_call(self, value: ast.AST) -> ast.Call | None:
+        """Return the call that an expression is passed to; None for anything else."""
+        parent = self.parent(value)
+        call = self.parent(parent) if isinstance(parent, ast.keyword) else parent
+        return call if isinstance(call, ast.Call) and value is not call.func else None
+
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, from the inside out, the module last."""
         while node in self._parents:
@@ -403,14 +414,18 @@ class Program:
         for statement in self.imports(module):
             counts |= dict.fromkeys((import_key(statement, alias) for alias in statement.names), 0)
         for name in self.every(ast.Name, module):
-            home = self._scopes[name].find(name.id) if isinstance(name.ctx, ast.Load) else None
-            nodes = [definition.node for definition in home.imports.get(name.id, ())] if home is not None else []
-            imports = [node for node in nodes if isinstance(node, ast.alias)]
+            imports = self._imports_of(name) if isinstance(name.ctx, ast.Load) else []
             for alias in imports:
                 dots = isinstance(self.parent(alias), ast.Import) and alias.asname is None and "." in alias.name
                 if not dots or len(imports) == 1 or self._goes_into(name, alias.name):
                     counts[import_key(self.parent(alias), alias)] += 1
         return counts
+
+    def _imports_of(self, name: ast.Name) -> list[ast.alias]:
+        """Return the imports that bind a name where it is used."""
+        home = self._scopes[name].find(name.id)
+        nodes = [definition.node for definition in home.imports.get(name.id, ())] if home is not None else []
+        return [node for node in nodes if isinstance(node, ast.alias)]
 
     def _goes_into(self, name: ast.Name, module: str) -> bool:
         """Return whether a name is the beginning of a dotted module, or of something in it."""
@@ -460,17 +475,19 @@ def constant(node: ast.AST | None) -> object:
     return node.value if isinstance(node, ast.Constant) else None
 
 
-def arguments(call: ast.Call, names: Iterable[str]) -> dict[str, ast.expr] | None:
-    """Return the arguments of a call by name; None where `*args`, `**kwargs` or too many hide them."""
+def arguments(call: ast.Call, names: Iterable[str], *more: str) -> dict[str, ast.expr] | None:
+    """Return the arguments of a call by name; None where `*args`, `**kwargs`, too many or unknown ones hide them.
+
+    Args:
+        call: The call.
+        names: Names of the parameters, in their order.
+        more: Names of parameters that are passed by keyword only.
+    """
     positional = list(names)
     if any(isinstance(value, ast.Starred) for value in call.args) or len(call.args) > len(positional):
         return None
-    values = dict(zip(positional, call.args, strict=False))
-    for keyword in call.keywords:
-        if keyword.arg is None:
-            return None
-        values[keyword.arg] = keyword.value
-    return values
+    values = dict(zip(positional, call.args, strict=False)) | keywords(call)
+    return {str(name): value for name, value in values.items()} if values.keys() <= {*positional, *more} else None
 
 
 def decided(test: ast.expr, holds: bool) -> Iterator[tuple[ast.expr, str, bool]]:

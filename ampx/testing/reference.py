@@ -127,23 +127,25 @@ class ReferenceScale:
         for _, finite, _, _ in window:
             for loss_id, verdict in finite.items():
                 verdicts[loss_id] = verdicts.get(loss_id, True) and verdict
-        events: list[EventRow] = []
-        for loss_id, verdict in verdicts.items():
-            oracle = self.oracle(loss_id)
-            before, after = oracle.row.scale, oracle.step(not verdict)
-            place = (self.index, loss_id, self.steps, before, after.scale, after.consecutive_skips)
-            if not verdict:
-                events.append(("StepSkipped", *place))
-            if after.scale != before:
-                events.append(("ScaleChanged", *place))
-            if not verdict and after.consecutive_skips == self.config["max_consecutive_skips"]:
-                events.append(("ScaleCollapsed", *place))
+        events = [event for loss_id, verdict in verdicts.items() for event in self._move(loss_id, verdict)]
         for member, finite, scale, norm in window:
             skips = max(self.oracle(loss_id).row.consecutive_skips for loss_id in finite)
             applied = all(finite.values())
             if member is not None:
                 member.told = (applied, applied, scale, self.scale(min(finite)), skips, norm if applied else None)
         self.events += events
+
+    def _move(self, loss_id: int, finite: bool) -> list[EventRow]:
+        """Move the scale of one loss; return what is told of it."""
+        oracle = self.oracle(loss_id)
+        before, after = oracle.row.scale, oracle.step(not finite)
+        kinds = [] if finite else ["StepSkipped"]
+        if after.scale != before:
+            kinds.append("ScaleChanged")
+        if not finite and after.consecutive_skips == self.config["max_consecutive_skips"]:
+            kinds.append("ScaleCollapsed")
+        numbers = (self.index, loss_id, self.steps, before, after.scale, after.consecutive_skips)
+        return [(kind, *numbers) for kind in kinds]
 
     def step(self, member: ReferenceOptimizer, finite: dict[int, bool], scale: float, norm: float | None) -> None:
         """Note one member's step."""

@@ -5,6 +5,7 @@ JAX renames primitives and their parameters from version to version. So function
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -135,26 +136,28 @@ def _functions(thing: Any, seen: set[int]) -> Iterator[types.FunctionType]:
     if id(thing) in seen:
         return
     seen.add(id(thing))
-    inner: list[Any] = []
     if isinstance(thing, types.FunctionType):
         yield thing
-        for cell in thing.__closure__ or ():
-            try:
-                inner.append(cell.cell_contents)
-            except ValueError:  # empty
-                continue
-    elif isinstance(thing, functools.partial):
-        inner = [thing.func, *thing.args, *thing.keywords.values()]
-    elif isinstance(thing, types.MethodType):
-        inner = [thing.__func__, thing.__self__]
-    elif isinstance(thing, (tuple, list)):
-        inner = list(thing)
-    elif type(thing).__name__ == "WrappedFun":  # JAX's own wrapper
-        inner = [thing.f, thing.transforms]
-    elif callable(thing) and not isinstance(thing, type):
-        inner = [getattr(thing, "__wrapped__", None), *getattr(thing, "__dict__", {}).values()]
-    for entry in inner:
+    for entry in _parts(thing):
         yield from _functions(entry, seen)
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """Yield what a function closes over, and what a thing that stands for functions holds."""
+    if isinstance(thing, types.FunctionType):
+        for cell in thing.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty
+                yield cell.cell_contents
+    elif isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, types.MethodType):
+        yield from (thing.__func__, thing.__self__)
+    elif isinstance(thing, (tuple, list)):
+        yield from thing
+    elif type(thing).__name__ == "WrappedFun":  # JAX's own wrapper
+        yield from (thing.f, thing.transforms)
+    elif callable(thing) and not isinstance(thing, type):
+        yield from (getattr(thing, "__wrapped__", None), *getattr(thing, "__dict__", {}).values())
 
 
 def unknown(equation: Any) -> ampx.UnsupportedByBackendError:

@@ -28,30 +28,11 @@ class StateHandle(Handle):
     """The loss scale in an optimizer state, a train state, or whatever holds one."""
 
     def __init__(self, tree: Any, call: str) -> None:
-        """Find it.
+        """Read it.
 
         Sync: one, unless traced.
         """
-        if tree is None and call.endswith("state_dict"):
-            raise ampx.UnsupportedByBackendError(
-                "state_dict and load_state_dict need the optimizer state, because backend 'jax' keeps the loss scale "
-                "there and not in the session; accepted: amp.state_dict(opt_state), opt_state = amp.load_state_dict(d, "
-                "opt_state). Pass it."
-            )
-        states = find_all(tree)
-        if not states:
-            raise ampx.NotWrappedError(
-                f"{call} got {type(tree).__name__}, which an optimizer that wrap_optimizer did not return has made; "
-                f"accepted: the state that a wrapped optimizer's init or update gave. Call "
-                f"tx = ampx.wrap_optimizer(tx) first and pass its state."
-            )
-        if len(states) > 1:
-            raise ampx.UnsupportedByBackendError(
-                f"the optimizer state holds {len(states)} loss scales, and a loss can only be multiplied by one; "
-                f"accepted: one. Wrap the whole transformation once, for instance "
-                f"wrap_optimizer(optax.partition(...))."
-            )
-        (state,) = states
+        state = _find(tree, call)
         self._tree, self._call, self._settings = tree, call, state.settings
         self.masters = state.masters
         self._stepped = isinstance(state, DisabledState) and (state.stepped or _is_counted(tree))
@@ -191,6 +172,35 @@ class StateHandle(Handle):
             return node._replace(packed=packed, settings=settings)
 
         return jax.tree.map(replace, self._tree, is_leaf=is_own)
+
+
+def _find(tree: Any, call: str) -> AmpState | DisabledState:
+    """Return the only state of a wrapped transformation in a tree.
+
+    Raises:
+        UnsupportedByBackendError: The call needs a state, and got none; or there are several.
+        NotWrappedError: There is none.
+    """
+    if tree is None and call.endswith("state_dict"):
+        raise ampx.UnsupportedByBackendError(
+            "state_dict and load_state_dict need the optimizer state, because backend 'jax' keeps the loss scale "
+            "there and not in the session; accepted: amp.state_dict(opt_state), opt_state = amp.load_state_dict(d, "
+            "opt_state). Pass it."
+        )
+    states = find_all(tree)
+    if not states:
+        raise ampx.NotWrappedError(
+            f"{call} got {type(tree).__name__}, which an optimizer that wrap_optimizer did not return has made; "
+            f"accepted: the state that a wrapped optimizer's init or update gave. Call "
+            f"tx = ampx.wrap_optimizer(tx) first and pass its state."
+        )
+    if len(states) > 1:
+        raise ampx.UnsupportedByBackendError(
+            f"the optimizer state holds {len(states)} loss scales, and a loss can only be multiplied by one; "
+            f"accepted: one. Wrap the whole transformation once, for instance "
+            f"wrap_optimizer(optax.partition(...))."
+        )
+    return states[0]
 
 
 def _check_surroundings(tree: Any) -> None:

@@ -35,6 +35,7 @@ _LAYOUT: Final = frozenset(
 def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     """Convert a pair of a function and its parameters; or a module of flax nnx or equinox, to a `Partial`."""
     function, parameters = _split(model)
+    _check_wide(parameters)
     if conversion.batch is None:
         raise InvalidOptionError(
             "convert got no batch, and has to trace the model to know which parameters are used in which dtype; "
@@ -134,16 +135,18 @@ def _split(model: Any) -> tuple[Callable[..., Any], Any]:
             f"called with the parameters and a batch, or a module of flax nnx or equinox that can be called. Pass "
             f"(function, parameters); of flax linen, (model.apply, variables)."
         )
-    floats = [
-        leaf for leaf in jax.tree.leaves(parameters) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    if not floats or any(leaf.dtype in (jnp.float16, jnp.bfloat16) for leaf in floats):
-        dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in floats})) or "no floating dtype"
-        raise InvalidOptionError(
-            f"convert got parameters of {dtypes}; accepted: float32 parameters, of which alone something can be told "
-            f"about float32. Pass those that were trained."
-        )
     return function, parameters
+
+
+def _check_wide(parameters: Any) -> None:
+    """Raise for parameters in low precision, and where none is floating."""
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(parameters) if is_array(leaf)}
+    floating = {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+    if not floating or floating & {"float16", "bfloat16"}:
+        raise InvalidOptionError(
+            f"convert got parameters of {', '.join(sorted(floating)) or 'no floating dtype'}; accepted: float32 "
+            f"parameters, of which alone something can be told about float32. Pass those that were trained."
+        )
 
 
 def _device(parameters: Any) -> str:
@@ -225,21 +228,26 @@ def _is_cast(jaxpr: Any, variable: Any, dtype: Any) -> bool:
 
 def _casts(equation: Any, place: int, dtype: Any, jaxpr: Any) -> bool:
     name, params = equation.primitive.name, equation.params
-    same = name == "convert_element_type" and params["new_dtype"] == jnp.float32  # a weak type becomes a plain one
-    if name == "convert_element_type" and not same:
-        return bool(params["new_dtype"] == dtype)
     if name == "ampx_product":  # which casts its factors
         return bool(params["dtype"] == dtype)
-    if same or (name in _LAYOUT and place == 0):
+    if name == "convert_element_type" and params["new_dtype"] != jnp.float32:  # else a weak type becomes a plain one
+        return bool(params["new_dtype"] == dtype)
+    if name == "convert_element_type" or (name in _LAYOUT and place == 0):
         return _is_cast(jaxpr, equation.outvars[0], dtype)
-    if name == "scan":
+    inner = _receiver(equation, place)
+    return inner is not None and _is_cast(inner, inner.invars[place], dtype)
+
+
+def _receiver(equation: Any, place: int) -> Any:
+    """Return the only function that an operation calls, if that receives an operand unchanged, or rows of it."""
+    if equation.primitive.name == "scan":
         constants, carried = equations.scan_parts(equation)
         if constants <= place < constants + carried:
-            return False
+            return None
     inner = _inner(equation)
-    if name == "while" or len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
-        return False
-    return _is_cast(inner[0], inner[0].invars[place], dtype)
+    if equation.primitive.name == "while" or len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
+        return None
+    return inner[0]
 
 
 class JaxConverter(Converter):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from .casting import mark_of, to_dtype
 from .products import product
 from .rules import FOLLOW, FULL, LOW, JaxPlan, primitives
 from .scopes import Scope, dtype_for, scopes_of
-from .taps import SIMULATED, rounded_input, rounded_output, tap, tap_p
+from .taps import rounded_input, rounded_output, rounds, tap, tap_p
 
 # Told of each operation that is cast, and of its dtype, while it is traced; `ampx run` sets it.
 watch: Callable[[str, str], None] | None = None
@@ -159,23 +159,31 @@ class _ByModule:
             mode.seen.update(scope.name for scope in scopes)
             region = _region(mode, scopes, region, place)
             with named_like(equation):
-                if equation.primitive is tap_p:  # it only looks
-                    values = [self.leaving(atom, scopes) for atom in equation.invars]
-                    self.write(equation.outvars, bind(equation, values, equation.params), region)
-                    for atom, variable, value in zip(equation.invars, equation.outvars, values, strict=True):
-                        if value is self.read(atom):
-                            self.homes[variable] = self._home(atom)
+                if equation.primitive is tap_p:
+                    self.look(equation, region, scopes)
                 else:
                     values = [self.arriving(atom, region, scopes) for atom in equation.invars]
                     self.write(equation.outvars, _equation(replace(mode, region=region), equation, values), region)
             for scope, variables in ends.get(place, ()):
-                for variable in variables:
-                    home = self.homes[variable]
-                    if home is not None and home.name == scope.name:
-                        self.write([variable], [self.leaving(variable, ())], None)
-                self.tap(variables, scope, "forward")
+                self.leave(variables, scope)
         around = () if mode.region is None else (Scope(mode.region.name, ""),)
         return [self.arriving(atom, mode.region, around) for atom in jaxpr.outvars]
+
+    def look(self, equation: Any, region: _Region | None, scopes: Sequence[Scope]) -> None:
+        """Run a tap, which only looks: what it hands on unchanged stays a value of the module that computed it."""
+        values = [self.leaving(atom, scopes) for atom in equation.invars]
+        self.write(equation.outvars, bind(equation, values, equation.params), region)
+        for atom, variable, value in zip(equation.invars, equation.outvars, values, strict=True):
+            if value is self.read(atom):
+                self.homes[variable] = self._home(atom)
+
+    def leave(self, outputs: Sequence[Any], scope: Scope) -> None:
+        """Tap what comes out of a named scope, as it is behind a forced module of that name."""
+        for variable in outputs:
+            home = self.homes[variable]
+            if home is not None and home.name == scope.name:
+                self.write([variable], [self.leaving(variable, ())], None)
+        self.tap(outputs, scope, "forward")
 
     def read(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else self.values[atom]
@@ -194,7 +202,7 @@ class _ByModule:
     def leaving(self, atom: Any, scopes: Sequence[Scope]) -> Any:
         """Return a value as it is behind the forced module that computed it."""
         value, home = self.read(atom), self._home(atom)
-        if home is None or home.dtype not in SIMULATED or not is_narrow(value):
+        if home is None or not rounds(home.dtype) or not is_narrow(value):
             return value
         return value if home.name in [scope.name for scope in scopes] else rounded_output(value, home.dtype)
 
@@ -206,7 +214,7 @@ class _ByModule:
         value = self.leaving(atom, scopes)
         if region is None:
             return value
-        return rounded_input(value, region.dtype) if region.dtype in SIMULATED else to_dtype(value, region.dtype)
+        return rounded_input(value, region.dtype) if rounds(region.dtype) else to_dtype(value, region.dtype)
 
 
 def _region(mode: Mode, scopes: Sequence[Scope], last: _Region | None, place: int) -> _Region | None:
@@ -229,45 +237,54 @@ def _named_scopes(mode: Mode, jaxpr: Any) -> tuple[_Bounds, _Bounds]:
 
     Parameters do not count: what the function receives at the outermost level.
     """
+    parameters, last_use = set() if mode.path else set(jaxpr.invars), _last_uses(jaxpr)
+    starts: _Bounds = {}
+    ends: _Bounds = {}
+    for scope, first, end in _spans(mode, jaxpr):
+        inside = jaxpr.eqns[first:end]
+        produced = [variable for equation in inside for variable in equation.outvars]
+        inputs = [v for v in _variables(inside) if v not in parameters.union(produced) and is_narrow(v.aval)]
+        outputs = [v for v in produced if last_use.get(v, 0) >= end and is_narrow(v.aval)]
+        if outputs:
+            starts.setdefault(first, []).insert(0, (scope, inputs))
+            ends.setdefault(end - 1, []).append((scope, outputs))
+    return starts, ends
+
+
+def _spans(mode: Mode, jaxpr: Any) -> Iterator[tuple[Scope, int, int]]:
+    """Yield each `jax.named_scope` as it ends, with the places of its first operation and of the one behind it."""
     outside = scopes_of(mode.path)
     stacks = [mode.within(equation) for equation in jaxpr.eqns]
     chains = [() if "transpose(" in stack else scopes_of(stack)[len(outside) :] for stack in stacks]
-    parameters = set() if mode.path else set(jaxpr.invars)
-    last_use = {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
-    for place, equation in reversed(list(enumerate(jaxpr.eqns))):
-        for atom in equation.invars:
-            if not isinstance(atom, core.Literal):
-                last_use.setdefault(atom, place)
-    starts: _Bounds = {}
-    ends: _Bounds = {}
-    open_since: list[int] = []  # the places at which the scopes of `chain` began
-    chain: tuple[Scope, ...] = ()
-    for place, following in enumerate([*chains, ()]):
+    entered: list[tuple[Scope, int]] = []
+    for place, chain in enumerate([*chains, ()]):
         common = 0
-        while common < min(len(chain), len(following)) and chain[common] == following[common]:
+        while common < min(len(entered), len(chain)) and entered[common][0] == chain[common]:
             common += 1
-        for depth in reversed(range(common, len(chain))):
-            first, scope = open_since.pop(), chain[depth]
-            if scope.kind:
-                continue
-            inside = jaxpr.eqns[first:place]
-            produced = [variable for equation in inside for variable in equation.outvars]
-            atoms = [atom for equation in inside for atom in equation.invars if not isinstance(atom, core.Literal)]
-            inputs = [v for v in dict.fromkeys(atoms) if v not in parameters.union(produced) and is_narrow(v.aval)]
-            outputs = [v for v in produced if last_use.get(v, 0) >= place and is_narrow(v.aval)]
-            if outputs:
-                starts.setdefault(first, []).insert(0, (scope, inputs))
-                ends.setdefault(place - 1, []).append((scope, outputs))
-        open_since += [place] * (len(following) - common)
-        chain = following
-    return starts, ends
+        while len(entered) > common:
+            scope, first = entered.pop()
+            if not scope.kind:
+                yield scope, first, place
+        entered += [(scope, place) for scope in chain[common:]]
+
+
+def _last_uses(jaxpr: Any) -> dict[Any, int]:
+    """Return the place of the last operation that reads a variable; of results, the place behind all operations."""
+    last = {variable: place for place, equation in enumerate(jaxpr.eqns) for variable in _variables([equation])}
+    return last | {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
+
+
+def _variables(equations: Sequence[Any]) -> list[Any]:
+    """List the variables that operations read, each once."""
+    atoms = (atom for equation in equations for atom in equation.invars)
+    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, core.Literal)))
 
 
 def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     region = mode.region
     if region is not None and region.dtype == "float32":
         return _wide(mode, equation, values)
-    if region is not None and region.dtype not in SIMULATED and mode.low is not None:
+    if region is not None and not rounds(region.dtype) and mode.low is not None:
         mode = replace(mode, plan=replace(mode.low, dtype=region.dtype))  # type: ignore[arg-type]
     mode = _in_region(mode, equation)
     plan = mode.plan
@@ -294,9 +311,7 @@ def _operation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[A
     elif name in plan.low:
         if name == "dot_general" and all(is_narrow(atom.aval) for atom in (*equation.invars, *equation.outvars)):
             return [_product(plan, equation, values)]
-        values = _all_to(values, avals, plan.dtype)
-        if params.get("preferred_element_type") is not None and is_narrow(equation.outvars[0].aval):
-            params = {**params, "preferred_element_type": jnp.dtype(plan.dtype)}
+        values, params = _all_to(values, avals, plan.dtype), _returning(equation, plan.dtype)
     elif name in FOLLOW:
         dtype = _widest(equation.invars, values)
         if dtype is not None:
@@ -315,12 +330,18 @@ def _wide(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     if name == "convert_element_type" and is_narrow(equation.outvars[0].aval):
         params = {**params, "new_dtype": jnp.dtype(jnp.float32)}
     elif name in FOLLOW | FULL | LOW and all(map(is_narrow, filter(_is_wide, values))):
-        values = _all_to(values, values, jnp.float32)
-        if params.get("preferred_element_type") is not None and is_narrow(equation.outvars[0].aval):
-            params = {**params, "preferred_element_type": jnp.dtype(jnp.float32)}
+        values, params = _all_to(values, values, jnp.float32), _returning(equation, jnp.float32)
     else:
         values = like(values, equation_avals(equation))
     return bind(equation, values, params)
+
+
+def _returning(equation: Any, dtype: Any) -> Any:
+    """Return the parameters of an operation; one that is told the dtype of its result is told this one."""
+    params = equation.params
+    if params.get("preferred_element_type") is None or not is_narrow(equation.outvars[0].aval):
+        return params
+    return {**params, "preferred_element_type": jnp.dtype(dtype)}
 
 
 def _product(plan: JaxPlan, equation: Any, values: list[Any]) -> Any:
@@ -342,8 +363,13 @@ def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:
     with jax.numpy_dtype_promotion("standard"):  # the script's own mixtures were checked when it was traced
         dtype = jnp.result_type(*arrays)
     numbers = [float(value) for atom, value in arriving if isinstance(atom, core.Literal)]
-    held = all(not math.isfinite(number) or abs(number) <= float(jnp.finfo(dtype).max) for number in numbers)
-    return dtype if held else jnp.dtype(jnp.float32)
+    return dtype if _holds(dtype, numbers) else jnp.dtype(jnp.float32)
+
+
+def _holds(dtype: Any, numbers: Sequence[float]) -> bool:
+    """Return whether no finite number becomes infinite in a dtype."""
+    largest = float(jnp.finfo(dtype).max)
+    return all(not math.isfinite(number) or abs(number) <= largest for number in numbers)
 
 
 def bind(equation: Any, values: Sequence[Any], params: Any) -> list[Any]:
@@ -424,13 +450,11 @@ def _recast(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
 
 
 def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
-    params = equation.params
     closed = equations.function_of(equation)
-    explicit = [s for key in ("in_shardings", "out_shardings") for s in params.get(key, ()) if hasattr(s, "device_set")]
-    if explicit and (mode.forced or mode.taps):
+    if _is_sharded(equation) and (mode.forced or mode.taps):
         return _run(mode, closed.jaxpr, closed.consts, values)
-    if explicit:  # shardings belong to the call as it was traced
-        return bind(equation, like(values, equation_avals(equation)), params)
+    if _is_sharded(equation):  # shardings belong to the call as it was traced
+        return bind(equation, like(values, equation_avals(equation)), equation.params)
     inline = equations.parameter(equation, "inline")
     if closed.consts or mode.forced or mode.taps or mode.scale is not None or watch is not None:  # traced each time
         return _jitted(mode, lambda: closed.jaxpr, closed.consts, inline)(*values)
@@ -438,6 +462,12 @@ def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     if (mode, inline) not in kept:
         kept[mode, inline] = _jitted(mode, weakref.ref(closed.jaxpr), (), inline)
     return kept[mode, inline](*values)
+
+
+def _is_sharded(equation: Any) -> bool:
+    """Return whether a compiled function has shardings of its own."""
+    shardings = (equation.params.get(name, ()) for name in ("in_shardings", "out_shardings"))
+    return any(hasattr(sharding, "device_set") for each in shardings for sharding in each)
 
 
 # Of each function that the script compiles, what runs it, by how it is run: a new one would be compiled anew in each

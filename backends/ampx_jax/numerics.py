@@ -38,7 +38,7 @@ from . import casting, equations, interpreter, rules, scopes, taps
 from .gradients import unscale
 from .interpreter import Mode
 from .state import path_name
-from .taps import SIMULATED, is_floating
+from .taps import SIMULATED, is_floating, rounds
 
 LOW: Final = frozenset({"float16", "bfloat16"})
 
@@ -250,7 +250,7 @@ def force(model: Any, dtypes: Mapping[str, str]) -> Iterator[None]:
     """
     accepted = ("float32", *sorted(LOW), *SIMULATED)
     for pattern, dtype in dtypes.items():
-        if dtype not in accepted:
+        if dtype not in accepted and not rounds(dtype):
             raise ampx.UnsupportedDtypeError(
                 f"force got {dtype!r} for {pattern!r}; accepted: {', '.join(accepted)}. Pass one of these."
             )

@@ -17,6 +17,8 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from ampx.formats import find_digits, to_digits
+
 # Dtypes to which values can be rounded, whether or not anything computes in them.
 SIMULATED: Final = {"float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 
@@ -89,8 +91,17 @@ batching.primitive_batchers[tap_p] = _batched
 mlir.register_lowering(tap_p, lambda _, *values, **__: list(values))
 
 
+def rounds(dtype: str) -> bool:
+    """Return whether values are rounded to a dtype or to its digits, and not computed in it."""
+    return dtype in SIMULATED or find_digits(dtype) is not None
+
+
 def _round(value: Any, dtype: str) -> Any:
-    return value.astype(SIMULATED[dtype]).astype(value.dtype)
+    bits = find_digits(dtype)
+    if bits is None:
+        return value.astype(SIMULATED[dtype]).astype(value.dtype)
+    nearest = to_digits(value.astype("float32"), bits).astype(value.dtype)
+    return jnp.where(jnp.isfinite(nearest), nearest, value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -6,6 +6,7 @@ import os
 from typing import Final
 
 from ampx.backend import Device, choose_device, cpu_flags
+from ampx.policy import Dtype
 
 from .compat import mx
 
@@ -28,27 +29,33 @@ def describe(name: str) -> Device:
 
 
 def _describe_cpu() -> Device:
-    flags = cpu_flags()
-    instructions = [flag for flag in _NATIVE if flag in flags]
-    limit = os.environ.get("DNNL_MAX_CPU_ISA")
-    works = has_onednn() and _NEEDED in flags and limit not in _TOO_WEAK
-    native = works and bool(instructions)
-    reason = f"this CPU computes bfloat16 natively ({', '.join(instructions)})"
-    if limit in _TOO_WEAK:
-        reason = f"MXNet has no bfloat16 kernels where DNNL_MAX_CPU_ISA={limit}"
-    elif not has_onednn():
-        reason = "MXNet has no bfloat16 kernels without oneDNN (MXNET_MKLDNN_ENABLED=0, or a build without it)"
-    elif not native:
-        reason = "this CPU has no instructions for bfloat16" if works else "MXNet has no bfloat16 kernels for this CPU"
+    instructions, obstacle = [flag for flag in _NATIVE if flag in cpu_flags()], _obstacle()
+    native = emulated = frozenset[Dtype]()
+    if obstacle is not None:
+        reason = f"MXNet has no bfloat16 kernels {obstacle}"
+    elif instructions:
+        native, reason = frozenset({"bfloat16"}), f"this CPU computes bfloat16 natively ({', '.join(instructions)})"
+    else:
+        emulated, reason = frozenset({"bfloat16"}), "this CPU has no instructions for bfloat16"
     return Device(
         name="cpu",
-        native=frozenset({"bfloat16"}) if native else frozenset(),
-        emulated=frozenset({"bfloat16"}) if works and not native else frozenset(),
+        native=native,
+        emulated=emulated,
         preferred="bfloat16" if native else None,
         # Errors of MXNet are asynchronous: without this refusal, training in float16 would fail steps later.
         reason=f"{reason}; MXNet has no float16 matrix kernels on any CPU",
         details={"version": mx.__version__, "instructions": instructions},
     )
+
+
+def _obstacle() -> str | None:
+    """Return what keeps MXNet from bfloat16 on the CPU; None where nothing does."""
+    limit = os.environ.get("DNNL_MAX_CPU_ISA")
+    if limit in _TOO_WEAK:
+        return f"where DNNL_MAX_CPU_ISA={limit}"
+    if not has_onednn():
+        return "without oneDNN (MXNET_MKLDNN_ENABLED=0, or a build without it)"
+    return None if _NEEDED in cpu_flags() else "for this CPU"
 
 
 def _describe_gpu() -> Device:

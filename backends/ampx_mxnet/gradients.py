@@ -94,6 +94,11 @@ def any_fresh(trainer: Any) -> bool:
     return False
 
 
+def is_fresh(parameter: Any) -> bool:
+    """Return whether a backward wrote a parameter's gradient, on any context, since the last step."""
+    return parameter._grad is not None and any(data._fresh_grad for data in parameter._data)
+
+
 def mark_stale(trainer: Any, kept: Iterable[Any] = ()) -> None:
     """Forget that gradients were written, but for some parameters."""
     names = {parameter.name for parameter in kept}
@@ -258,18 +263,24 @@ def clip(
         if flags and not numbers[0]:
             return False, math.sqrt(numbers[1]) if sums else None
         if max_value is not None:
-            for batches in gradients:
-                for gradient in (gradient for batch in batches.values() for gradient in batch):
-                    mx.nd.clip(gradient, -max_value, max_value, out=gradient)
-        if max_norm is None:
-            return True, None
-        norms = []
-        for batches, squares in zip(filter(None, gradients), numbers[len(flags) :], strict=True):
-            norm = math.sqrt(squares if math.isfinite(squares) else _wide_sum_of_squares(batches))
-            norms.append(norm)
-            if max_norm < norm < math.inf:  # else such gradients stay bit for bit
-                _shrink(batches, max_norm / norm)
-    return True, norms[0] if norms else 0.0
+            _clip_values(gradients, max_value)
+        return True, None if max_norm is None else _clip_norms(gradients, numbers[len(flags) :], max_norm)
+
+
+def _clip_values(gradients: Batches, bound: float) -> None:
+    for gradient in (gradient for batches in gradients for batch in batches.values() for gradient in batch):
+        mx.nd.clip(gradient, -bound, bound, out=gradient)
+
+
+def _clip_norms(gradients: Batches, sums: list[float], max_norm: float) -> float:
+    """Clip the gradients of each context by their norm, of which the sums of squares are read; return the first."""
+    norms = []
+    for batches, squares in zip(filter(None, gradients), sums, strict=True):
+        norm = math.sqrt(squares if math.isfinite(squares) else _wide_sum_of_squares(batches))
+        norms.append(norm)
+        if max_norm < norm < math.inf:  # else such gradients stay bit for bit
+            _shrink(batches, max_norm / norm)
+    return norms[0] if norms else 0.0
 
 
 def _read(scalars: list[Any]) -> list[float]:

@@ -31,30 +31,35 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
             "batch at least. Pass some of what the block is called with."
         )
     arrays = _arrays(conversion.batch)
-    inputs = [mx.sym.var(f"data{place}") for place in range(len(arrays))]
-    symbol = _traced(model, inputs)
+    inputs, symbol = _traced(model, len(arrays))
     stored = {name: parameters[name] for name in symbol.list_inputs() if name in parameters}
     blocks = dict(named(model))
     denied = shipping.denied_names([entry for entry in conversion.deny if is_module(entry)], blocks)
     if conversion.dtype != "float32":
-        operators = [entry for entry in conversion.deny if not is_module(entry)]
-        auxiliary = set(symbol.list_auxiliary_states())
-        symbol, arguments_, states = convert_model(
-            symbol,
-            {name: value for name, value in stored.items() if name not in auxiliary},
-            {name: value for name, value in stored.items() if name in auxiliary},
-            conversion.dtype,
-            deny=operators,
-            exclude=_nodes(symbol, [blocks[name] for name in denied]),
-            cast_parameters=True,
-        )
-        lowered = {name for name, value in {**arguments_, **states}.items() if value.dtype != stored[name].dtype}
-        magnitudes = {name: shipping.largest(stored[name].asnumpy()) for name in sorted(lowered)}
-        shipping.check_fits(conversion.dtype, magnitudes)
-        stored = {**arguments_, **states}
+        symbol, stored = _lowered(symbol, stored, conversion, [blocks[name] for name in denied])
     target = "float32" if conversion.keep_io else conversion.dtype
     converted = _block(_cast(symbol, inputs, arrays, target), inputs, stored, context)
     return Converted(converted, shipping.leaves_first([name for name in blocks if name not in denied]))
+
+
+def _lowered(
+    symbol: Any, stored: Mapping[str, Any], conversion: Conversion, denied: Sequence[Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return a graph and its parameters in low precision, but for denied blocks; raise where a parameter overflows."""
+    auxiliary = set(symbol.list_auxiliary_states())
+    lowered, arguments, states = convert_model(
+        symbol,
+        {name: value for name, value in stored.items() if name not in auxiliary},
+        {name: value for name, value in stored.items() if name in auxiliary},
+        conversion.dtype,
+        deny=[entry for entry in conversion.deny if not is_module(entry)],
+        exclude=_nodes(symbol, denied),
+        cast_parameters=True,
+    )
+    values = {**arguments, **states}
+    changed = sorted(name for name, value in values.items() if value.dtype != stored[name].dtype)
+    shipping.check_fits(conversion.dtype, {name: shipping.largest(stored[name].asnumpy()) for name in changed})
+    return lowered, values
 
 
 def infer(model: Any, batch: Any) -> Mapping[str, Array]:
@@ -89,7 +94,9 @@ def _parameters(model: Any) -> dict[str, Any]:
         ) from error
 
 
-def _traced(model: Any, inputs: Sequence[Any]) -> Any:
+def _traced(model: Any, count: int) -> tuple[list[Any], Any]:
+    """Return so many inputs, and the graph that a block makes of them."""
+    inputs = [mx.sym.var(f"data{place}") for place in range(count)]
     try:
         outputs = model(*inputs)
     except Exception as error:
@@ -98,8 +105,8 @@ def _traced(model: Any, inputs: Sequence[Any]) -> Any:
             f"blocks that can be hybridized. Use operators that symbols have, too."
         ) from error
     if isinstance(outputs, (list, tuple)):
-        return mx.sym.Group([symbol for output in outputs for symbol in output])
-    return outputs
+        outputs = mx.sym.Group([symbol for output in outputs for symbol in output])
+    return inputs, outputs
 
 
 def _nodes(symbol: Any, blocks: Sequence[Any]) -> list[str]:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final, cast
@@ -22,7 +22,7 @@ import numpy as np
 from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
 from ampx.errors import DetachedLossError
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, find_digits, to_digits
 from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names
 from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Reading, Replayed, Step, Watch, Watching
@@ -36,7 +36,7 @@ from . import casting, devices, dtypes
 from .calls import calls, in_backward, is_traced, named
 from .casting import switch
 from .compat import mx
-from .gradients import all_finite, collect
+from .gradients import all_finite, collect, is_fresh
 from .losses import scale_loss
 
 _device: Final = devices.describe("auto")
@@ -295,7 +295,7 @@ class _Rounding:
         """Have the gradient of a block's output rounded before anybody sees it."""
         dtype = self._force.dtype(block)
         output = forward(*inputs, **options)
-        if dtype is None or dtype not in SIMULATED or is_traced(inputs):
+        if dtype is None or is_traced(inputs) or (dtype not in SIMULATED and find_digits(dtype) is None):
             return output
         with _quiet():
             return dtypes.each(output, lambda leaf: _tapped(leaf, lambda gradient: rounded(gradient, dtype)))
@@ -321,6 +321,10 @@ class _Rounded(mx.autograd.Function):
 def rounded(tensor: Any, dtype: str) -> Any:
     """Round the elements of an array as a dtype would, to nearest even, and keep the array's own dtype."""
     with mx.autograd.pause(), _quiet():
+        bits = find_digits(dtype)
+        if bits is not None:
+            nearest = to_digits(tensor.astype("float32"), bits).astype(tensor.dtype)
+            return mx.nd.where(mx.nd.abs(nearest) < math.inf, nearest, tensor)
         if dtype in dtypes.DTYPES:
             return dtypes.cast_tensor(tensor, cast(Dtype, dtype)).astype(tensor.dtype)
         return dtypes.nearest(tensor, FORMATS[dtype]).astype(tensor.dtype)
@@ -347,10 +351,6 @@ def _computed(backend: Backend, model: Any, step: Step, plan: CastPlan | None, s
     return loss
 
 
-def _is_fresh(parameter: Any) -> bool:
-    return parameter._grad is not None and any(data._fresh_grad for data in parameter._data)
-
-
 def _true(parameter: Any, scale: float) -> Any:
     """Return the sum of a parameter's gradients on all contexts, divided by the scale, as an array of float32."""
     with _quiet():
@@ -361,29 +361,47 @@ def _true(parameter: Any, scale: float) -> Any:
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
     """Return a region after which weights, running statistics and gradients are as before."""
-    parameters = {id(parameter): parameter for parameter in model._collect_params_with_prefix().values()}
-    arrays = [data for parameter in parameters.values() for data in parameter._data or ()]
-    gradients = [gradient for parameter in parameters.values() for gradient in parameter._grad or ()]
-    trained = [data for parameter in parameters.values() if parameter._grad for data in parameter._data]
-    fresh = [(data, data._fresh_grad) for data in trained]
+    parameters = list({id(entry): entry for entry in model._collect_params_with_prefix().values()}.values())
+    trained = [data for parameter in parameters if parameter._grad for data in parameter._data]
+    fresh = [data._fresh_grad for data in trained]
+    with _arrays_restored(parameters), _randomness_repeated():
+        for data in trained:
+            data._fresh_grad = False
+        try:
+            yield
+        finally:
+            for data, was_fresh in zip(trained, fresh, strict=True):
+                data._fresh_grad = was_fresh
+
+
+@contextmanager
+def _arrays_restored(parameters: Sequence[Any]) -> Iterator[None]:
+    """Return a region, begun with gradients of zero, after which parameters and their gradients are as before."""
+    gradients = [gradient for parameter in parameters for gradient in parameter._grad or ()]
     with mx.autograd.pause(), _quiet():
+        arrays = [data for parameter in parameters for data in parameter._data or ()]
         kept = [(array, array.copy()) for array in (*arrays, *gradients)]
-        after = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,)).asscalar())
         for gradient in gradients:
             gradient[:] = 0  # where gradients are added up
-    for data in trained:
-        data._fresh_grad = False
+    try:
+        yield
+    finally:
+        with mx.autograd.pause(), _quiet():
+            for array, before in kept:
+                before.copyto(array)
+
+
+@contextmanager
+def _randomness_repeated() -> Iterator[None]:
+    """Return a region that always draws the same random numbers; what follows it depends on what was before."""
+    with mx.autograd.pause(), _quiet():
+        after = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,)).asscalar())
     mx.random.seed(_SEED)
     try:
         with random_numbers_kept():
             yield
     finally:
         mx.random.seed(after)
-        with mx.autograd.pause(), _quiet():
-            for array, before in kept:
-                before.copyto(array)
-        for data, was_fresh in fresh:
-            data._fresh_grad = was_fresh
 
 
 class MXNetProbe(Probe):
@@ -394,17 +412,10 @@ class MXNetProbe(Probe):
     def simulates(self, device: Device) -> frozenset[str]:
         return SIMULATED
 
-    @contextmanager
-    def watch(self, model: Any | None, watching: Watching) -> Iterator[Watch]:
+    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
-        names = Names(model, named)
-        names.check(watching.modules, "watch")
-        watcher = _Watcher(_TENSORS, watching, names)
-        with ExitStack() as stack:
-            stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher)))
-            if watching.operations:
-                stack.enter_context(_operations_watched(watcher))
-            yield watcher
+        watcher = _Watcher(_TENSORS, watching, Names(model, named))
+        return watcher.looking([calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher))], _operations_watched)
 
     @contextmanager
     def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
@@ -412,7 +423,7 @@ class MXNetProbe(Probe):
         force = _Force(Names(model, named), dtypes)
         with ExitStack() as stack:
             before = switch.current()
-            for dtype in sorted(set(dtypes.values()) - SIMULATED - {"float32"}):
+            for dtype in sorted(set(dtypes.values()) & FORMATS.keys() - SIMULATED - {"float32"}):
                 # Installed once, not in every call of a block; outside of the blocks the thread casts as before.
                 stack.enter_context(casting.region(_plan(dtype), True))
                 stack.enter_context(switch.Region(before))
@@ -432,7 +443,7 @@ class MXNetProbe(Probe):
         }
         with _restored(model):
             loss = _computed(self.backend, model, step, plan, scale)
-            gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_fresh(parameter)}
+            gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if is_fresh(parameter)}
             value = float(dtypes.cast_tensor(loss, "float32").asnumpy().sum())  # a loss a sample: backward adds them up
             initialized = {name: entry.list_data()[0] for name, entry in trained.items() if entry._data is not None}
         return Replayed(value, gradients, _TENSORS.stats(initialized, "float16" if plan is None else plan.dtype))

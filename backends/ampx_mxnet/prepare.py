@@ -10,8 +10,8 @@ import functools
 from typing import Any, Final
 
 from ampx.backend import CastPlan, map_leaves
-from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
-from ampx.modules import Names, float32_modules, module_dtypes
+from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.modules import Names, float32_modules, listed, module_dtypes
 
 from . import casting, dtypes
 from .calls import named
@@ -30,22 +30,13 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
 
     Doing it again to the same changes nothing.
     """
-    models, trainers = _listed(model), _listed(optimizer)
+    models = listed(model, mx.gluon.Block, "model", "gluon.Block")
+    trainers = listed(optimizer, (mx.gluon.Trainer, AmpTrainer), "trainer", "gluon.Trainer, wrapped or not")
     for block in models:
-        if not isinstance(block, mx.gluon.Block):
-            raise InvalidOptionError(
-                f"prepare got {type(block).__name__} as the model; accepted: gluon.Block or a list of them. Pass that."
-            )
         Names(block, named).check(module_dtypes(plan), "prepare")
     if plan.level != "O1":
         _lower(models, trainers, plan)
     return model if optimizer is None else (model, optimizer)
-
-
-def _listed(entry: Any) -> list[Any]:
-    if entry is None:
-        return []
-    return list(entry) if isinstance(entry, (list, tuple)) else [entry]
 
 
 def _lower(models: list[Any], trainers: list[Any], plan: CastPlan) -> None:
@@ -60,10 +51,7 @@ def _lower(models: list[Any], trainers: list[Any], plan: CastPlan) -> None:
             f"precision; accepted: gluon with mx.nd arrays. Call npx.reset_np() first, or use level='O1'."
         )
     _check_trainers(trainers, raws)
-    parameters = _parameters_to_lower(models, plan)
-    trained = {id(parameter) for raw in raws for parameter in raw._params if parameter.grad_req != "null"}
-    for parameter in parameters:
-        lower(parameter, plan.dtype, plan.level == "O2" and id(parameter) in trained)
+    _lower_parameters(_parameters_to_lower(models, plan), raws, plan)
     for raw in raws:
         raw._updaters[:] = [Updater(updater) for updater in raw._updaters]
     for block in models:
@@ -71,6 +59,14 @@ def _lower(models: list[Any], trainers: list[Any], plan: CastPlan) -> None:
         block.__class__ = _prepared_class(block.__class__)
         block.ampx_plan = plan
     casting.keep(plan)
+
+
+def _lower_parameters(parameters: list[Any], raws: list[Any], plan: CastPlan) -> None:
+    """Cast parameters; at O2, those that a trainer updates get float32 masters."""
+    _check_castable(parameters)
+    trained = {id(parameter) for raw in raws for parameter in raw._params if parameter.grad_req != "null"}
+    for parameter in parameters:
+        lower(parameter, plan.dtype, plan.level == "O2" and id(parameter) in trained)
 
 
 def _check_again(prepared: list[Any], models: list[Any], raws: list[Any], plan: CastPlan) -> None:
@@ -89,11 +85,6 @@ def _check_trainers(trainers: list[Any], raws: list[Any]) -> None:
         if isinstance(trainer, AmpTrainer):
             trainer.ampx_member.check_prepare()
     for raw in raws:
-        if not isinstance(raw, mx.gluon.Trainer):
-            raise InvalidOptionError(
-                f"prepare got {type(raw).__name__} as the trainer; accepted: gluon.Trainer, wrapped or not, or a list "
-                f"of them. Pass that."
-            )
         if raw._kv_initialized and raw._update_on_kvstore:
             raise UnsupportedByBackendError(
                 "prepare got a trainer whose store updates the parameters (it stepped before, with several contexts); "
@@ -114,7 +105,10 @@ def _parameters_to_lower(models: list[Any], plan: CastPlan) -> list[Any]:
                 kept.update(map(id, own))
             else:
                 lowered.update((id(parameter), parameter) for parameter in own)
-    parameters = [parameter for key, parameter in lowered.items() if key not in kept]
+    return [parameter for key, parameter in lowered.items() if key not in kept]
+
+
+def _check_castable(parameters: list[Any]) -> None:
     for parameter in parameters:
         if type(parameter) is not mx.gluon.Parameter or {parameter._stype, parameter._grad_stype} != {"default"}:
             raise UnsupportedByBackendError(
@@ -123,7 +117,6 @@ def _parameters_to_lower(models: list[Any], plan: CastPlan) -> list[Any]:
                 f"dense values and gradients, because MXNet casts no sparse ones. Keep its block in float32 by "
                 f"deny=['module:…'], or use level='O1'."
             )
-    return parameters
 
 
 def _is_float32(parameter: Any) -> bool:

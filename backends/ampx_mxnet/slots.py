@@ -26,3 +26,7 @@ class ParameterSlots(Slots):
     def divide(self, gradients: Sequence[Any], divisor: float) -> None:
         """Divide the gradients of parameters in place."""
         rescale(gradients, 1.0 / divisor)
+
+    def sharers(self, own: Any, slots: Sequence[Any]) -> tuple[()]:
+        """Return none: MXNet itself raises where two trainers wait for one gradient, which is stale for the second."""
+        return ()

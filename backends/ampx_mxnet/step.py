@@ -16,7 +16,7 @@ from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, NotCopied
-from ampx.provenance import UNKNOWN, Plan, Provenance
+from ampx.provenance import UNKNOWN, Provenance
 from ampx.rooms import make_meter
 from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
@@ -50,6 +50,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     """
 
     _hook: OverflowHook
+    _mixer: LossMixer
     _layout: gradients.Layout
     _provenance: Provenance
 
@@ -66,7 +67,6 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._in_place = bool(options.get("in_place"))
         self._kvstore_before = dict(trainer._kvstore_params)
         self._accumulation = Accumulation()
-        self._mixer = LossMixer()
         self._pending = PendingGradients()
         self.trainer = trainer  # last: from here on, all other names are set on the raw trainer
         self._attach()
@@ -78,7 +78,9 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         meter = make_meter(self._compute, gradients.meter_samples)
         member.observers = (meter,)
         hook = OverflowHook(member, weakref.WeakMethod(self._drop))
-        self.__dict__.update(_meter=meter, _hook=hook, _layout=gradients.Layout(), _provenance=Provenance(_SLOTS))
+        mixer = LossMixer(self.trainer, member, self._pending)
+        self.__dict__.update(_meter=meter, _hook=hook, _mixer=mixer)
+        self.__dict__.update(_layout=gradients.Layout(), _provenance=Provenance(_SLOTS))
         if member.group.enabled:
             hook.watch(self.trainer)
             _living.add(self)
@@ -145,11 +147,14 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._close(finite, divisor)
 
     def _is_ready(self, only_fresh: bool, divides_later: bool) -> bool:
-        """Collect, unscale, check and clip; return whether the gradients are finite, so that MXNet may update."""
+        """Collect, unscale, check and clip; return whether the gradients are finite, so that MXNet may update.
+
+        Sync: one, for the flag and the norm together.
+        """
         member, pending = self.ampx_member, self._pending
         pending.reduced = True  # should the update fail, a second try must not add up again
         grads = self._collect(only_fresh, divides_later)
-        flag = None
+        flag: Any = None
         if divides_later:
             flag = gradients.all_finite(grads)
         elif pending.unscaled is not None:
@@ -159,7 +164,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             if only_fresh:  # what is left alone carries the same as what is stepped with
                 gradients.rescale(self._adding(), 1.0 / member.factor, only_stale=True)
             member.begin_change("unscaled")
-        return self._check_and_clip(grads, flag)
+        if not self._clips:
+            return bool(flag.asnumpy())
+        finite, norm = gradients.clip(grads, self._max_grad_norm, self._max_grad_value, flag)
+        pending.note_norm(norm)
+        return finite
 
     def _divisor(self) -> float | None:
         """Return what MXNet's update shall divide gradients by on its way; None where they must be unscaled before.
@@ -190,14 +199,6 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._pending.unscaled = Unscaled(grads, flag)
         return flag
 
-    def _check_and_clip(self, grads: gradients.Batches, flag: Any) -> bool:
-        """Return whether gradients are finite, and clip them then. Sync: one, for the flag and the norm together."""
-        if not self._clips:
-            return bool(flag.asnumpy())
-        finite, norm = gradients.clip(grads, self._max_grad_norm, self._max_grad_value, flag)
-        self._pending.note_norm(norm)
-        return finite
-
     def _apply(self, step: Any, batch_size: float, ignore_stale_grad: bool, divisor: float | None) -> bool:
         """Run MXNet's own step; return what `_is_ready` answered it."""
         raw = self.trainer
@@ -221,7 +222,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._pending.left = 1.0 if divisor is None else divisor
         # Workers of a distributed store know of their own losses only, and must move their scales alike.
         by_loss = dict.fromkeys(member.factors, finite)
-        if self._mixer.active and not self.trainer._distributed:
+        if member.mixes and not self.trainer._distributed:
             by_loss = self._mixer.finite_by_loss(finite)
         self._forget_pending()
         member.finish(by_loss, norm)
@@ -282,18 +283,19 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Raise where another trainer has made unscaled gradients that this one would divide by their scale again."""
         if len(_living) < 2 or self.ampx_member.stage != "scaled" or self.ampx_member.factor == 1:
             return
-        own = set(map(id, self.trainer._params))
-        for other in list(_living):
-            if other is self or other.ampx_member.stage != "unscaled":
-                continue
-            shared = [parameter for parameter in gradients.parameters(other.trainer) if id(parameter) in own]
-            if any(data._fresh_grad for parameter in shared for data in parameter._data):
-                names = ", ".join(parameter.name for parameter in shared[:5])
-                raise ProtocolError(
-                    f"another trainer holds parameters of this one ({names}), and its unscale or clip_grad_norm made "
-                    f"their gradients true, which would be divided again; accepted: after its step, which uses them "
-                    f"up. Step that trainer first."
-                )
+        unscaled = {
+            id(parameter)
+            for other in list(_living)
+            if other is not self and other.ampx_member.stage == "unscaled"
+            for parameter in gradients.parameters(other.trainer)
+        }
+        shared = [entry.name for entry in self.trainer._params if id(entry) in unscaled and gradients.is_fresh(entry)]
+        if shared:
+            raise ProtocolError(
+                f"another trainer holds parameters of this one ({', '.join(shared[:5])}), and its unscale or "
+                f"clip_grad_norm unscaled their gradients, which would be divided again; accepted: after its step, "
+                f"which uses them up. Step that trainer first."
+            )
 
     # -- clearing ------------------------------------------------------------------------------------
 
@@ -314,8 +316,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _forget_pending(self) -> None:
         self._pending.forget()
-        if self._mixer.active:
-            self.ampx_member.mixes = False
+        if self.ampx_member.mixes:
             self._mixer.reset()
 
     # -- unscaled gradients --------------------------------------------------------------------------
@@ -323,7 +324,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def ampx_unscale(self) -> None:
         """Add up the contexts' gradients and divide by the scale, in place."""
         member, pending = self.ampx_member, self._pending
-        if member.stage == "unscaled" and self._mixer.active and not pending.reduced:
+        if member.stage == "unscaled" and member.mixes and not pending.reduced:
             self.allreduce_grads()
         if member.stage == "unscaled" or not member.group.enabled:
             return
@@ -346,7 +347,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         with switch.Region(None):
             grads, flag = gradients.collect(self.trainer, False), None if unscaled is None else unscaled.finite
             _, norm = gradients.clip(grads, max_norm, None, flag)
-        self._pending.norm = norm = 0.0 if norm is None else norm
+        norm = 0.0 if norm is None else norm
+        self._pending.note_norm(norm)
         member.end_change()
         return mx.np.array(norm, dtype="float64" if norm > FLOAT32_MAX else "float32")
 
@@ -372,7 +374,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: one a gradient that adds, until one is not.
         """
-        return not self._mixer.active and not gradients.any_nonzero(self._adding())
+        return not self.ampx_member.mixes and not gradients.any_nonzero(self._adding())
 
     def ampx_notice_cleared(self) -> None:
         """Forget them: a step skipped by hand."""
@@ -387,7 +389,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         adding = self._check_body(loss_id)
         if self.ampx_member.stage == "idle":
             self._accumulation.reset()
-            self._plan(adding, gradients.any_fresh(self.trainer), 1.0)  # whatever the scale: it raises or not
+            left = self._left(adding, gradients.any_fresh(self.trainer), 1.0)
+            self._provenance.plan(adding, 1.0, left)  # whatever the scale: it raises or not
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Bring gradients left from the last step to this scale, and keep what MXNet would forget to add to.
@@ -400,8 +403,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         adding = self._check_body(loss_id)
         if self.ampx_member.stage == "idle":
             self._bring_to(adding, float(scale))
-        elif self._is_another(loss_id):
-            self._put_aside(adding)
+        elif self._mixer.mixes(loss_id):
+            self._mixer.begin(adding)
         self._pending.reduced = False
         self._accumulation.begin()
 
@@ -414,7 +417,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
             check_adds(self.trainer._params)
         if self._pending.reduced and self.trainer._kvstore:
-            self._check_reduced(adding, member.stage != "idle" and self._is_another(loss_id))
+            self._check_reduced(adding, member.stage != "idle" and self._mixer.mixes(loss_id))
         return adding
 
     def _check_prepared(self) -> None:
@@ -436,23 +439,22 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 f"workers' sum would be added up again. Call allreduce_grads after the last backward."
             )
 
-    def _plan(self, adding: list[Any], fresh: bool, scale: float) -> Plan:
-        """List what a step's first body finds that does not carry its scale yet; raise where that is unknown."""
-        provenance, pending = self._provenance, self._pending
+    def _left(self, adding: list[Any], fresh: bool, scale: float) -> float | None:
+        """Return what gradients carry that a step's first body finds; a scale where there are none."""
+        pending = self._pending
         if fresh:  # of a loss of another trainer, or of none
-            provenance.note(adding, UNKNOWN)
-        carried = UNKNOWN if pending.skipped else scale if pending.left is None else pending.left
-        return [] if carried == scale and not provenance.notes else provenance.plan(adding, scale, carried)
+            self._provenance.note(adding, UNKNOWN)
+        return UNKNOWN if pending.skipped else scale if pending.left is None else pending.left
 
     def _bring_to(self, adding: list[Any], scale: float) -> None:
         """Bring gradients that are there before the first backward of a step to its scale."""
-        provenance, pending = self._provenance, self._pending
+        pending = self._pending
         self._accumulation.reset()
         fresh = gradients.any_fresh(self.trainer)
-        if plan := self._plan(adding, fresh, scale):
-            provenance.note(adding, UNKNOWN)  # until all are divided
-            provenance.divide(plan)
-        provenance.notes, pending.skipped = {}, False
+        if adding:
+            left = self._left(adding, fresh, scale)
+            self._provenance.bring_to(self.ampx_member, adding, scale, left)  # the body ends the change
+        pending.skipped = False
         if pending.left is not None:
             pending.left = scale  # they carry it as well where the body raises before its backward
         if fresh:
@@ -466,53 +468,19 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             ProtocolError: MXNet has overwritten gradients of another loss; all are cleared.
         """
         self._accumulation.end()
-        if not self._mixer.active:
-            return
-        with switch.Region(None), mx.autograd.pause():
-            self._pending.widen(gradients.parameters(self.trainer))
-            if gradients.any_fresh(self.trainer):  # a backward that gave no gradient does not count for its loss
-                self._unscale_fresh(loss_id)
+        if self.ampx_member.mixes:
             try:
-                self._mixer.bring_back(self._adding())
+                self._mixer.end(loss_id, self._adding())
             except ProtocolError:
-                self.zero_grad()
+                with mx.autograd.pause():
+                    self.zero_grad()
                 raise
-        self._pending.unscaled = Unscaled(None, self._mixer.all_finite())
-        self.ampx_member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Add it to what was written before the exception; where there are several losses, drop that."""
         self._accumulation.end()
-        if self._mixer.active:
-            with mx.autograd.pause():
-                self._pending.widen(gradients.parameters(self.trainer))
-                self._mixer.put_back()
-
-    def _is_another(self, loss_id: int) -> bool:
-        """Return whether pending gradients are of other losses, or of several."""
-        return self._mixer.active or loss_id not in self.ampx_member.factors
-
-    def _put_aside(self, adding: list[Any]) -> None:
-        """Take the gradients of other loss ids off the parameters, as unscaled ones."""
-        member, pending = self.ampx_member, self._pending
-        member.begin_change("unscaled")  # entering the body ends it, or leaving it: until then gradients are missing
-        with switch.Region(None), mx.autograd.pause():
-            if not self._mixer.active:
-                member.mixes = self._mixer.active = True
-                pending.widen(gradients.parameters(self.trainer))
-                if gradients.any_fresh(self.trainer):
-                    self._unscale_fresh(next(iter(member.factors)))
-                gradients.rescale(adding, 1.0 / member.factor, only_stale=True)
-                pending.unscaled = Unscaled(None, self._mixer.all_finite())
-                if pending.left is not None:
-                    pending.left = 1.0
-            self._mixer.put_aside(self.trainer, adding)
-            pending.narrow()
-
-    def _unscale_fresh(self, loss_id: int) -> None:
-        """Divide the gradients that the last backwards wrote by their scale, in place."""
-        fresh = self._backend.gradients(self.trainer)
-        self._mixer.note(loss_id, self._backend.unscale(fresh, self.ampx_member.factors[loss_id]).finite)
+        if self.ampx_member.mixes:
+            self._mixer.abandon()
 
     def _adding(self) -> list[Any]:
         """List the parameters whose gradients add up."""

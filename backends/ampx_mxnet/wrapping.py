@@ -79,29 +79,37 @@ def is_on_cpu(trainer: Any) -> bool:
 def _check_store(trainer: Any, plan: CastPlan | None) -> None:
     store = trainer._kvstore_params["kvstore"]
     name = store if isinstance(store, str) else getattr(store, "type", "")
-    passed = None
-    if trainer._kvstore_params["update_on_kvstore"]:
-        passed = "update_on_kvstore=True"
-    elif trainer._kv_initialized and trainer._update_on_kvstore:
-        passed = "a store that has begun to update (it stepped before it was wrapped, with several contexts)"
-    elif trainer._contains_sparse_weight:
-        passed = "sparse parameters, which MXNet updates in the store"
-    elif "async" in name:
-        passed = f"kvstore={name!r}"
-    elif "dist" in name and trainer._contains_sparse_grad:
-        passed = f"sparse gradients and kvstore={name!r}"
-    if passed is not None:
+    _check_updates(trainer, name)
+    _check_sums(trainer, name, plan)
+
+
+def _check_updates(trainer: Any, name: str) -> None:
+    """Raise where a trainer's store would update the parameters."""
+    updates = {
+        "update_on_kvstore=True": trainer._kvstore_params["update_on_kvstore"],
+        "a store that has begun to update (it stepped before it was wrapped, with several contexts)": (
+            trainer._kv_initialized and trainer._update_on_kvstore
+        ),
+        "sparse parameters, which MXNet updates in the store": trainer._contains_sparse_weight,
+        f"kvstore={name!r}": "async" in name,
+        f"sparse gradients and kvstore={name!r}": "dist" in name and trainer._contains_sparse_grad,
+    }
+    if passed := next((what for what, applies in updates.items() if applies), None):
         raise UnsupportedByBackendError(
             f"wrap_optimizer got a trainer with {passed}: it would update before gradients can be checked; accepted: "
             f"trainers that update outside the store. Make it with gluon.Trainer(…, update_on_kvstore=False), and wrap "
             f"it before its first step."
         )
+
+
+def _check_sums(trainer: Any, name: str, plan: CastPlan | None) -> None:
+    """Raise where a trainer's store would round the gradients that it adds up, or knows no such arrays."""
     if trainer._compression_params and ("dist" in name or len(trainer._contexts) > 1):
         raise UnsupportedByBackendError(
             f"wrap_optimizer got a trainer with compression_params={trainer._compression_params!r}, by which MXNet "
             f"would round scaled gradients to its threshold, and infinities with them; accepted: None. Leave it out."
         )
-    if "dist" in name and plan is not None and (plan.dtype, plan.level) in (("bfloat16", "O2"), ("bfloat16", "O3")):
+    if "dist" in name and plan is not None and plan.dtype == "bfloat16" and plan.level in ("O2", "O3"):
         raise UnsupportedByBackendError(
             f"wrap_optimizer got a trainer with kvstore={name!r} at level={plan.level!r} in bfloat16, of which MXNet's "
             f"servers know no arrays: the first step would end them; accepted: level='O1', or float16 on GPUs. Choose "

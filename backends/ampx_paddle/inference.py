@@ -104,22 +104,25 @@ def _own(layer: Any) -> list[Any]:
     return [value for table in (layer._parameters, layer._buffers) for value in table.values() if value is not None]
 
 
+def _kept(copied: Any, denied: frozenset[str]) -> set[str]:
+    """Name the layers that stay in float32: those denied, norms, and what shares a weight with one that stays."""
+    kept: set[str] = set()
+    more = {name for name, layer in named(copied) if name in denied or isinstance(layer, _NORMS)}
+    while more > kept:
+        kept = more
+        wide = {id(value) for name, layer in named(copied) if name in kept for value in _own(layer)}
+        more = kept | {name for name, layer in named(copied) if not wide.isdisjoint(map(id, _own(layer)))}
+    return kept
+
+
 def _lower(copied: Any, denied: frozenset[str], conversion: Conversion) -> None:
     """Cast the weights of a copy, and what its layers receive."""
-    kept = {name for name, layer in named(copied) if name in denied or isinstance(layer, _NORMS)}
-    # A weight that such a layer shares with another is float32 for both.
-    shared = {id(value) for name, layer in named(copied) if name in kept for value in _own(layer)}
-    while more := {
-        name for name, layer in named(copied) if name not in kept and shared & {id(value) for value in _own(layer)}
-    }:
-        kept |= more
-        shared |= {id(value) for name, layer in named(copied) if name in more for value in _own(layer)}
+    kept = _kept(copied, denied)
     lowered: dict[int, tuple[str, Any]] = {}
     for name, layer in named(copied):
         if name in kept:
-            norm = isinstance(layer, _NORMS) and name not in denied
             layer.register_forward_pre_hook(_Received("float32"))
-            if norm:
+            if isinstance(layer, _NORMS) and name not in denied:
                 layer.register_forward_post_hook(_Returned(conversion.dtype))
             continue
         floats = [value for value in _own(layer) if value.dtype == paddle.float32]

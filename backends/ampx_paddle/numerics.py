@@ -25,7 +25,7 @@ from paddle.autograd.backward_mode import backward  # `ampx run` patches the pub
 
 from ampx.backend import Backend, CastPlan, Device
 from ampx.callers import script_line
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, find_digits, to_digits
 from ampx.modules import FORCES, GRADIENTS, WATCHERS, Names
 from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Replayed, Step, Watch, Watching
@@ -123,12 +123,16 @@ class _Watcher(Watcher):
         line, received = script_line(), self.reduced((args, options))
         output = operation(*args, **options)
         self.note(where, name, "backward" if _thread.backward else "forward", output, received, line)
+        self._tap_backward(where, name, line, args, output)
+        return output
 
+    def _tap_backward(self, where: Where, name: str, line: str, args: Any, output: Any) -> None:
+        """Have read what an operation's part of the backward pass returns."""
         if any(isinstance(argument, (list, tuple)) and list(casting.floating(argument)) for argument in args):
             # Native defect: Paddle does not take back what a hook behind an operation on lists returns. The gradients
             # of its inputs are read when they are complete.
             self.tapped([tensor for tensor in casting.floating(args) if not tensor.is_leaf], where, f"{name}_grad")
-            return output
+            return
 
         def note(returned: Any, arrived: Any) -> Any:
             self.note(where, f"{name}_grad", "backward", returned, self.reduced(arrived), line)
@@ -138,7 +142,6 @@ class _Watcher(Watcher):
         node = next((tensor.grad_fn for tensor in computed), None)
         if node is not None:
             node._register_post_hook(note)
-        return output
 
 
 def _heard(listen: Callable[[Any], None], gradient: Any) -> Any:
@@ -264,7 +267,7 @@ def _in_backward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def computes(dtype: str) -> bool:
     """Return whether the present device computes in a low dtype."""
-    return dtype not in SIMULATED and not paddle.get_device().startswith("cpu")
+    return dtype not in SIMULATED and find_digits(dtype) is None and not paddle.get_device().startswith("cpu")
 
 
 class _Force(Forcer):
@@ -335,6 +338,10 @@ def _both_ways(tensor: Any, dtype: str) -> Any:
 def rounded(tensor: Any, dtype: str) -> Any:
     """Round the elements of a tensor as a dtype would, to nearest even, and keep the tensor's own dtype."""
     with _quiet():
+        bits = find_digits(dtype)
+        if bits is not None:
+            nearest = to_digits(tensor.astype("float32"), bits).astype(tensor.dtype)
+            return paddle.where(paddle.isfinite(nearest), nearest, tensor)
         if dtype in _CAST:
             return tensor.astype(dtype).astype(tensor.dtype)
         limits = FORMATS[dtype]
@@ -438,18 +445,11 @@ class PaddleProbe(Probe):
         eager_cpu = device.name == "cpu" and paddle.in_dynamic_mode() and paddle.get_device() == "cpu"
         return _ROUNDED if eager_cpu else SIMULATED
 
-    @contextmanager
-    def watch(self, model: Any | None, watching: Watching) -> Iterator[Watch]:
+    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Read the outputs of layers and the gradients of these outputs: see `Probe.watch`."""
-        names = Names(model, named)
-        names.check(watching.modules, "watch")
-        watcher = _Watcher(_TENSORS, watching, names)
-        with ExitStack() as stack:
-            stack.enter_context(_uncompiled(self.backend, "watch", model))
-            stack.enter_context(calls.around((WATCHERS, watcher)))
-            if watching.operations:
-                stack.enter_context(_operations_watched(watcher))
-            yield watcher
+        watcher = _Watcher(_TENSORS, watching, Names(model, named))
+        regions = _uncompiled(self.backend, "watch", model), calls.around((WATCHERS, watcher))
+        return watcher.looking(regions, _operations_watched)
 
     @contextmanager
     def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:

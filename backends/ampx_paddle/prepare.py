@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 import paddle
 
 from ampx.backend import CastPlan
-from ampx.errors import InvalidOptionError, UnsupportedDeviceError
-from ampx.modules import Names, float32_modules, module_dtypes
+from ampx.errors import UnsupportedDeviceError
+from ampx.modules import Names, float32_modules, listed, module_dtypes
 
 from .calls import named
 from .casting import DTYPES, LOW
@@ -34,16 +34,13 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     nothing else: batch and instance normalization.
 
     Raises:
-        InvalidOptionError: Something is no layer.
+        InvalidOptionError: Something is no layer, or no optimizer.
         ProtocolError: Scaled gradients are pending, which belong to the parameters as they are.
     """
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    models = listed(model, _nn.Layer, "model", "paddle.nn.Layer")
+    kinds = (paddle.optimizer.Optimizer, AmpOptimizer)
+    optimizers = listed(optimizer, kinds, "optimizer", "paddle.optimizer.Optimizer, wrapped or not")
     for layer in models:
-        if not isinstance(layer, _nn.Layer):
-            raise InvalidOptionError(
-                f"prepare got {type(layer).__name__} as the model; accepted: paddle.nn.Layer or a list of them. "
-                f"Pass that."
-            )
         Names(layer, named).check(module_dtypes(plan), "prepare")
     if plan.level != "O1":
         present = paddle.device.get_device()
@@ -53,18 +50,22 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
                 f"where decorate silently does nothing; accepted: the session's device. Call "
                 f"paddle.set_device({plan.device!r}) before making the model."
             )
-        _lower(models, optimizer, plan)
+        raws = _raw_optimizers(optimizers)
+        if not all(isinstance(layer, PreparedLayer) for layer in models):  # Paddle would round the masters, too
+            _lower(models, raws, plan)
     return model if optimizer is None else (model, optimizer)
 
 
-def _lower(models: list[Any], optimizer: Any | None, plan: CastPlan) -> None:
-    optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+def _raw_optimizers(optimizers: list[Any]) -> list[Any]:
+    """List the raw optimizers; raise where gradients of one are pending."""
     for entry in optimizers:
         if isinstance(entry, AmpOptimizer):
             entry.ampx_member.check_prepare()
-    raws = [entry.optimizer if isinstance(entry, AmpOptimizer) else entry for entry in optimizers]
-    if all(isinstance(layer, PreparedLayer) for layer in models):  # else Paddle would round the masters, too
-        return
+    return [entry.optimizer if isinstance(entry, AmpOptimizer) else entry for entry in optimizers]
+
+
+def _lower(models: list[Any], raws: list[Any], plan: CastPlan) -> None:
+    """Cast models and optimizers, and have them save and load float32."""
     kept = _kept(models, plan)
     # `decorate` marks what is excluded for good, and takes no empty list.
     options: dict[str, Any] = {"level": "O2", "dtype": plan.dtype, "excluded_layers": kept or None}
@@ -73,18 +74,23 @@ def _lower(models: list[Any], optimizer: Any | None, plan: CastPlan) -> None:
     else:
         paddle.amp.decorate(models=models, **options)
     if plan.level == "O3":
-        for layer in _layers(models):
-            if isinstance(layer, _nn.LayerNorm) and not any(layer is other for other in kept):
-                layer.to(dtype=plan.dtype)  # which `decorate` does in bfloat16 only
-        for raw in raws:
-            if isinstance(raw, paddle.optimizer.Momentum):
-                raw.__class__ = _wide_velocity_class(raw.__class__)
+        _lower_rest(models, raws, kept, plan.dtype)
     references = tuple(weakref.ref(raw) for raw in raws)
     for layer in _layers(models):
         layer.register_state_dict_hook(_SaveFloat32(references))
     for layer in models:
         layer.__class__ = _prepared_class(layer.__class__)
         layer.ampx_optimizers = references
+
+
+def _lower_rest(models: list[Any], raws: list[Any], kept: list[Any], dtype: str) -> None:
+    """Cast what `decorate` leaves wide at O3, and leave wide what it must not make low."""
+    for layer in _layers(models):
+        if isinstance(layer, _nn.LayerNorm) and not any(layer is other for other in kept):
+            layer.to(dtype=dtype)  # which `decorate` does in bfloat16 only
+    for raw in raws:
+        if isinstance(raw, paddle.optimizer.Momentum):
+            raw.__class__ = _wide_velocity_class(raw.__class__)
 
 
 def _layers(models: Iterable[Any]) -> list[Any]:

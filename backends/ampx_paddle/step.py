@@ -34,7 +34,7 @@ from .gradients import (
 )
 from .guard import StepGuard
 from .losses_by_id import LossMixer, refuse_unmixable
-from .writes import Writes, look
+from .writes import Writes, sharers
 
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
@@ -150,8 +150,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         """Unscale gradients and test them; their norm, where it is bounded, is read with their finiteness."""
         self._writes.bring_together()
         scale = self._writes.carried
-        sharers = self._writes.sharers()  # Paddle's kernel would divide the gradients once for each
-        changing = [(self._writes, []), *sharers]
+        others = sharers(self._writes.provenance, grads)  # Paddle's kernel would divide the gradients once for each
+        changing = [(self._writes, []), *others]
         for writes, _ in changing:
             writes.member.begin_change()
         try:
@@ -160,9 +160,9 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
             for writes, _ in changing:
                 writes.member.end_change()
             raise
-        for other, shared in sharers:
+        for other, shared in others:
             spoil(shared, finding)
-            other.provenance.note_unscaled(shared)
+            other.provenance.note(shared, 1.0, stays=True)
             other.member.end_change()
         self._writes.note_unscaled()
         if self._max_grad_norm is not None:
@@ -291,15 +291,15 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         Sync: with a second loss id, and where a step was skipped, one a gradient.
         """
         self._check_parameters()
-        look()
-        self._writes.plan(1.0)  # whatever the scale: it raises or not
+        self._writes.check()
         if self._mixer.mixes(loss_id) and any_nonzero(collect(self.optimizer)):
             refuse_unmixable(self.optimizer)
             self._check_not_shared(loss_id)
 
     def _check_not_shared(self, loss_id: int) -> None:
         """Raise where gradients would be put aside that another optimizer waits for."""
-        if any(other.member.stage == "scaled" for other, _ in self._writes.sharers()):
+        waiting = sharers(self._writes.provenance, parameters(self.optimizer))
+        if any(other.member.stage == "scaled" for other, _ in waiting):
             raise ProtocolError(
                 f"scale_loss(loss_id={loss_id}) after a loss of another id, and the optimizer shares parameters with "
                 f"another one that waits for its step; accepted: loss scales by loss_id where every parameter belongs "

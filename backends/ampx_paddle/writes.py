@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from ampx.protocol import Member
-from ampx.provenance import UNKNOWN, GradientSnapshot, Plan, Provenance, Slots
+from ampx.provenance import UNKNOWN, GradientSnapshot, Provenance, Slots
 from ampx.scale_state import Scalar
 
 from .gradients import any_nonzero, collect, gradients_of, parameters, rescale, unscale
@@ -82,8 +82,28 @@ class ParameterSlots(Slots):
         """Divide gradients in place."""
         rescale(gradients, 1.0 / divisor)
 
+    def sharers(self, own: Provenance, slots: Sequence[Any]) -> list[tuple[Provenance, list[Any]]]:
+        """Pair others that have gradients with the parameters that both hold."""
+        return [(other.provenance, shared) for other, shared in sharers(own, slots)]
+
 
 _SLOTS: Final = ParameterSlots()
+
+
+def sharers(own: Provenance, owned: Iterable[Any]) -> list[tuple[Writes, list[Any]]]:
+    """List other optimizers with gradients that share some of one's own parameters, and those parameters."""
+    waiting = [
+        other
+        for reference in list(_watching.values())
+        if (other := reference()) is not None
+        and other.provenance is not own
+        and (other.member.factors or other.provenance.notes or other.left is not ANY)
+    ]
+    if not waiting:
+        return []
+    ids = set(map(id, owned))
+    pairs = [(other, [shared for shared in parameters(other.optimizer) if id(shared) in ids]) for other in waiting]
+    return [(other, shared) for other, shared in pairs if shared]
 
 
 class Writes:
@@ -95,6 +115,7 @@ class Writes:
         provenance: Gradients that carry another scale than `carried`, or an unknown one.
         left: What the others carry while nothing is pending: a scale, `UNKNOWN` after a skipped step, or `ANY`.
         body: The loss scale of the optimizer's own body that runs, or None.
+        own: A backward in a body of its own has written since the last step.
         written: By id, weak references to the parameters that backwards of a thread have written to since `look`.
     """
 
@@ -104,6 +125,7 @@ class Writes:
         self.provenance = Provenance(_SLOTS)
         self.left: Any = ANY
         self.body: float | None = None
+        self.own = False
         self.written = threading.local()
 
     def watch(self) -> None:
@@ -134,6 +156,7 @@ class Writes:
     def leave(self, unfinished: bool = False) -> None:
         """Note that it ends; what an unfinished one wrote carries its scale, if it stays."""
         scale, self.body = self.body, None
+        self.own = self.own or bool(self.written.__dict__)
         if not unfinished:
             self.written.__dict__.clear()
         look(scale)
@@ -142,16 +165,22 @@ class Writes:
         """Note what was written since the last look, in the body of others with this scale; None outside of bodies."""
         written, carried, noted = self.written.__dict__, self.carried, self.provenance.notes
         if scale is None:
-            ran = set(map(float, _ran.__dict__))
-            # Of a loss that was scaled for this optimizer the backward may run outside of its body.
-            late = self.member.stage != "unscaled" and not ran.isdisjoint(self.member.factors.values())
-            scale = carried if late else UNKNOWN if ran else 1.0
+            scale = self._outside(carried)
         if noted or scale != carried:
             owners = [owner for reference in written.values() if (owner := reference()) is not None]
             # Nothing but that they were written to: Paddle has no version of a gradient to compare.
             before = [(own, None if carried is ANY and id(own) not in noted else own, "before") for own in owners]
             self.provenance.note_foreign(before, carried, scale)
         written.clear()
+
+    def _outside(self, carried: Any) -> Any:
+        """Return which scale backwards outside of bodies have added with since the last look."""
+        ran = set(map(float, _ran.__dict__))
+        if not ran:
+            return 1.0
+        # Of a loss that was scaled for this optimizer the backward may run outside of its body, if none did inside.
+        late = not self.own and self.member.stage != "unscaled" and not ran.isdisjoint(self.member.factors.values())
+        return carried if late else UNKNOWN
 
     # -- what others wrote, or the last step left ----------------------------------------------------------------------
 
@@ -166,36 +195,18 @@ class Writes:
         look()
         if not self.provenance.notes and (scale is None or self.left in (ANY, scale)):
             return
-        scale = self.carried if scale is None else scale
-        plan = self.plan(scale)
-        if plan:
-            self.member.begin_change()
-            self.provenance.divide(plan)
-            for other, shared in self.sharers():
-                other.provenance.note(shared, scale)
-        self.note_brought(scale)
-        if plan:
-            self.member.end_change()
-
-    def plan(self, scale: float) -> Plan:
-        """List what gradients must be divided by to carry this scale; raise as `bring_together`."""
         carried = self.carried
-        return self.provenance.plan(parameters(self.optimizer), scale, scale if carried is ANY else carried)
+        scale = carried if scale is None else scale
+        default = scale if carried is ANY else carried
+        self.provenance.bring_to(self.member, parameters(self.optimizer), scale, default)
+        self.left = ANY if self.left is UNKNOWN else scale  # of an unknown scale are zeros
+        self.member.end_change()
 
-    def sharers(self) -> list[tuple[Writes, list[Any]]]:
-        """List other optimizers with gradients that share parameters with this one, and those parameters."""
-        waiting = [
-            other
-            for reference in list(_watching.values())
-            if (other := reference()) is not None
-            and other is not self
-            and (other.member.factors or other.provenance.notes or other.left is not ANY)
-        ]
-        if not waiting:
-            return []
-        own = set(map(id, parameters(self.optimizer)))
-        pairs = [(other, [shared for shared in parameters(other.optimizer) if id(shared) in own]) for other in waiting]
-        return [(other, shared) for other, shared in pairs if shared]
+    def check(self) -> None:
+        """Raise as `bring_together` to whatever scale."""
+        look()
+        carried = self.carried
+        self.provenance.plan(parameters(self.optimizer), 1.0, 1.0 if carried is ANY else carried)
 
     def are_scaled(self) -> bool:
         """Return whether gradients are not unscaled though nothing is pending. Sync: one a gradient, where they may be.
@@ -226,11 +237,11 @@ class Writes:
 
     def note_step(self, finite: bool) -> None:
         """Note that a step used the gradients: they are unscaled now, or anything where it was skipped."""
-        self.provenance.notes, self.left = {}, 1.0 if finite else UNKNOWN
+        self.own, self.provenance.notes, self.left = False, {}, 1.0 if finite else UNKNOWN
 
     def note_cleared(self, inside: bool) -> None:
         """Note that the optimizer cleared its gradients, perhaps inside of a body of its own."""
         self.written.__dict__.clear()
-        self.provenance.notes, self.left = {}, ANY
+        self.own, self.provenance.notes, self.left = False, {}, ANY
         if not inside:
             self.body = None

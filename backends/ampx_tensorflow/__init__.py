@@ -37,9 +37,9 @@ def _check_engine() -> None:
 
 
 def _engine() -> str:
-    keras = sys.modules.get("keras")
-    if keras is not None and hasattr(keras, "backend"):
-        return str(keras.backend.backend())
+    backend = getattr(sys.modules.get("keras"), "backend", None)  # a keras that is being imported may have none yet
+    if backend is not None:
+        return str(backend.backend())
     if os.environ.get("KERAS_BACKEND"):
         return os.environ["KERAS_BACKEND"]
     import json  # with every import of ampx, plugins are imported

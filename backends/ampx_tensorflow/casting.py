@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.src.trainers.trainer import Trainer
 
 from ampx.backend import CastPlan, map_leaves
-from ampx.errors import InvalidOptionError
+from ampx.modules import listed
 from ampx.policy import Dtype
 
 from . import oplists, retracing
@@ -206,25 +206,22 @@ def prepare(model: Any, plan: CastPlan) -> Any:
         InvalidOptionError: It is no model or layer of Keras.
         UnsupportedOpError: A pattern matches no layer, or `allow` and `deny` name operations.
     """
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
-    for each in models:
-        if not isinstance(each, keras.layers.Layer):
-            raise InvalidOptionError(
-                f"prepare got {type(each).__name__} as the model; accepted: a model or layer of Keras, a list of them, "
-                f"or a tf.function. Pass that."
-            )
+    models = listed(model, keras.layers.Layer, "model", "a model or layer of Keras, a tf.function")
     forced = {key: dtype for each in models for key, dtype in oplists.forced_layers(each, plan).items()}
     for layer in (layer for each in models for layer in each._flatten_layers()):
-        policy = layer.dtype_policy
-        if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
-            _session.prepared[layer] = policy
-            layer.dtype_policy = policy_for(plan.dtype)
-        if id(layer) in forced and policy.quantization_mode is None:
-            _session.prepared.setdefault(layer, policy)
-            low = forced[id(layer)] != "float32"
-            layer.dtype_policy = policy_for(plan.dtype) if low else keras.DTypePolicy("float32")
-        forget_functions(layer)
+        _prepare_layer(layer, plan, forced.get(id(layer)))
     return model
+
+
+def _prepare_layer(layer: Any, plan: CastPlan, forced: str | None) -> None:
+    policy = layer.dtype_policy
+    if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
+        _session.prepared[layer] = policy
+        layer.dtype_policy = policy_for(plan.dtype)
+    if forced is not None and policy.quantization_mode is None:
+        _session.prepared.setdefault(layer, policy)
+        layer.dtype_policy = keras.DTypePolicy("float32") if forced == "float32" else policy_for(plan.dtype)
+    forget_functions(layer)
 
 
 def forget_functions(layer: Any) -> None:

@@ -410,22 +410,30 @@ def follow_losses(
             stacklevel=2,
         )
         return
-    first = [not bad for bad, count in _runs(missed) for _ in range(count)]
-    verdicts = []
-    for step in range(group.steps + 1, steps + 1):
-        finite = dict(rows.get(step, {}))
-        if 0 in finite or not finite:
-            if not first:  # the counter of steps was written
-                return
-            finite[0] = first.pop(0)
-        verdicts.append(finite)
+    verdicts = _verdicts(missed, rows, range(group.steps + 1, steps + 1))
     replayed = dict(group.states)
     for finite in verdicts:
         for loss_id, flag in finite.items():
             replayed[loss_id] = next_state(group.config, replayed.get(loss_id) or group.config.initial_state(), flag)
-    if not first and all(replayed.get(key, state) == state for key, state in states.items()):
+    if all(replayed.get(key, state) == state for key, state in states.items()):
         for finite in verdicts:
             group.advance([Outcome(group.members[0], finite, group.states[0].scale)])
+
+
+def _verdicts(
+    missed: history.Missed, rows: Mapping[int, Mapping[int, bool]], steps: Sequence[int]
+) -> list[dict[int, bool]]:
+    """Return by loss id what each step found, in order; nothing where somebody wrote the counter of steps."""
+    first = [not bad for bad, count in _runs(missed) for _ in range(count)]
+    verdicts = []
+    for step in steps:
+        finite = dict(rows.get(step, {}))
+        if 0 in finite or not finite:
+            if not first:
+                return []
+            finite[0] = first.pop(0)
+        verdicts.append(finite)
+    return [] if first else verdicts
 
 
 def _runs(missed: history.Missed) -> Iterator[tuple[bool, int]]:

@@ -295,19 +295,7 @@ def read_configuration(dynamic: bool, initial_scale: float | None, growth_steps:
 
 def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
     """Wrap an optimizer of Keras 3; raise for one that scales the loss itself or keeps low-precision variables."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
-        raise AlreadyWrappedError(
-            f"wrap_optimizer got {type(optimizer).__name__}, which scales the loss itself; its gradients would be "
-            f"unscaled twice. Pass the optimizer inside (inner_optimizer), without loss_scale_factor, and give "
-            f"loss_scale=… to wrap_optimizer."
-        )
-    bounds = [name for name in ("max_grad_norm", "max_grad_value") if options.get(name) is not None]
-    if bounds and optimizer.gradient_accumulation_steps:
-        raise InvalidOptionError(
-            f"wrap_optimizer got {', '.join(bounds)} for an optimizer with gradient_accumulation_steps, of which ampx "
-            f"sees only micro-batches; accepted: one of them. Pass global_clipnorm or clipvalue to the optimizer, "
-            f"which clips what was accumulated."
-        )
+    _check(optimizer, options)
     plan, level = options["plan"], options["level"]
     lowers = plan is not None and level.casts_params
     if optimizer.built and lowers and level.master_weights:
@@ -325,3 +313,20 @@ def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptim
     wrapped._must_be_prepared = lowers
     wrapped._lists = plan if isinstance(plan, oplists.ListsPlan) else None
     return wrapped
+
+
+def _check(optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Raise for an optimizer that scales the loss itself, and for bounds of what it accumulates."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
+        raise AlreadyWrappedError(
+            f"wrap_optimizer got {type(optimizer).__name__}, which scales the loss itself; its gradients would be "
+            f"unscaled twice. Pass the optimizer inside (inner_optimizer), without loss_scale_factor, and give "
+            f"loss_scale=… to wrap_optimizer."
+        )
+    bounds = [name for name in ("max_grad_norm", "max_grad_value") if options.get(name) is not None]
+    if bounds and optimizer.gradient_accumulation_steps:
+        raise InvalidOptionError(
+            f"wrap_optimizer got {', '.join(bounds)} for an optimizer with gradient_accumulation_steps, of which ampx "
+            f"sees only micro-batches; accepted: one of them. Pass global_clipnorm or clipvalue to the optimizer, "
+            f"which clips what was accumulated."
+        )

@@ -112,12 +112,7 @@ class OptimizerMeter:
             scaled: Whether those that were received carry the loss scale.
             divided: Whether the unscaled ones were divided by it, here or before.
         """
-        group = self._ledger.contexts.host
-        if not (group.meter_every and self.observers and self._ledger.moves_alone(group)):
-            return ()
-        # A third branch makes every small step some 1 % slower: only where it was asked for, or updates are lost.
-        low = any(tf.as_dtype(variable.dtype).base_dtype in gradients.LOW for variable in variables)
-        if not (group.meter_asked or low) or len(variables) != len(unscaled):  # of which the raw optimizer complains
+        if not self._looks(variables) or len(variables) != len(unscaled):  # of which the raw optimizer complains
             return ()
         listed = []
         for variable, before, after in zip(variables, received, unscaled, strict=True):
@@ -128,6 +123,15 @@ class OptimizerMeter:
             else:
                 listed.append(Leaf(variable, after, divided))
         return listed if any(leaf.gradient is not None for leaf in listed) else ()
+
+    def _looks(self, variables: Sequence[Any]) -> bool:
+        """Return whether steps in traces that update these variables are metered."""
+        group = self._ledger.contexts.host
+        if not (group.meter_every and self.observers and self._ledger.moves_alone(group)):
+            return False
+        # A third branch makes every small step some 1 % slower: only where it was asked for, or updates are lost.
+        low = any(tf.as_dtype(variable.dtype).base_dtype in gradients.LOW for variable in variables)
+        return group.meter_asked or low
 
     def choose(
         self, finite: Any, scale: Any, leaves: Sequence[Leaf], skip: Callable[[], None], apply: Callable[[], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -47,10 +47,6 @@ def is_module(candidate: object) -> bool:
 
 def children(module: Any) -> list[tuple[str, Any]]:
     """List what a module holds, each with its name in it: a layer's own name, or the path of attributes."""
-    if isinstance(module, Mapping):
-        return [(str(name), child) for name, child in module.items() if is_module(child)]
-    if isinstance(module, (list, tuple)):
-        return [(str(index), child) for index, child in enumerate(module) if is_module(child)]
     if isinstance(module, keras.layers.Layer):
         return [(layer.name, layer) for layer in module._layers if not isinstance(layer, keras.layers.InputLayer)]
     if hasattr(module, "_flatten_layers"):  # tf_keras
@@ -58,7 +54,14 @@ def children(module: Any) -> list[tuple[str, Any]]:
     if isinstance(module, tf.Module):
         held = module._flatten(recursive=False, predicate=is_module, with_path=True)
         return [(".".join(map(str, path)), child) for path, child in held]
-    return []
+    return [(str(key), child) for key, child in _entries(module) if is_module(child)]
+
+
+def _entries(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and entries of a mapping or list; nothing of anything else."""
+    if isinstance(container, (list, tuple)):
+        return enumerate(container)
+    return container.items() if isinstance(container, Mapping) else ()
 
 
 def walk(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -113,10 +116,9 @@ def _variables(module: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(module, tf.Module) and not hasattr(module, "_flatten_layers"):
         for path, variable in module._flatten(recursive=False, predicate=_is_trainable, with_path=True):
             yield ".".join(map(str, path)), variable
-    elif isinstance(module, (list, tuple, Mapping)):
-        for key, variable in module.items() if isinstance(module, Mapping) else enumerate(module):
-            if _is_trainable(variable) or isinstance(variable, keras.Variable):
-                yield str(key), variable
+    for key, variable in _entries(module):
+        if _is_trainable(variable) or isinstance(variable, keras.Variable):
+            yield str(key), variable
 
 
 def _is_trainable(candidate: object) -> bool:
@@ -188,12 +190,7 @@ class Modules:
         if "tf_keras" in sys.modules:
             owners.append(sys.modules["tf_keras"].layers.Layer)
         if self._any:
-            classes, waiting = set(), [tf.Module]
-            while waiting:
-                kind = waiting.pop()
-                if kind not in classes:
-                    classes.add(kind)
-                    waiting += kind.__subclasses__()
+            classes = _subclasses(tf.Module)
         else:
             classes = {kind for call in self._calls.values() for kind in type(call.module).__mro__}
         layers = tuple(owners)
@@ -220,6 +217,17 @@ class Modules:
                 self._stack.calls.pop()
 
         return call
+
+
+def _subclasses(base: type) -> set[type]:
+    """Return a class and all that inherit from it, at whatever distance."""
+    classes, waiting = set(), [base]
+    while waiting:
+        kind = waiting.pop()
+        if kind not in classes:
+            classes.add(kind)
+            waiting += kind.__subclasses__()
+    return classes
 
 
 def _is_symbolic(tree: Any) -> bool:

@@ -42,22 +42,23 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
         ProtocolError: An optimizer has gradients pending.
         LowPrecisionParametersError: An optimizer was built on low-precision variables.
     """
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    models, optimizers = _listed(model), [] if optimizer is None else _listed(optimizer)
     for each in models:
         _check_model(each, plan)
-    for each in optimizers:
-        _check_optimizer(each, plan)
-    raws = [optimizer.inner_optimizer if isinstance(optimizer, AmpOptimizer) else optimizer for optimizer in optimizers]
-    built = [list(raw._trainable_variables) if raw.built else None for raw in raws]
+    raws = [_raw(each, plan) for each in optimizers]
+    built = [(raw, list(raw._trainable_variables)) for raw in raws if raw.built]
     for each in models:
         _lower_layers(each, each, plan)
-    for each, raw, variables in zip(optimizers, raws, built, strict=True):
-        if each is not raw:
+    for each in optimizers:
+        if isinstance(each, AmpOptimizer):
             each.keeps_masters = plan.level == "O2"
-        if variables is not None:
-            _follow(raw, variables, plan)
+    for raw, variables in built:
+        _follow(raw, variables, plan)
     return model if optimizer is None else (model, optimizer)
+
+
+def _listed(objects: Any) -> list[Any]:
+    return list(objects) if isinstance(objects, (list, tuple)) else [objects]
 
 
 def _check_model(model: Any, plan: CastPlan) -> None:
@@ -78,22 +79,25 @@ def _check_model(model: Any, plan: CastPlan) -> None:
             f"TensorFlow cannot send variables of that dtype to other workers; accepted: float16 there. Use "
             f"dtype='float16', or level='O1'."
         )
-    for variable in model.variables:
-        low, has_master = (
-            isinstance(variable, masters.LowPrecisionVariable),
-            isinstance(variable, masters.TrainedVariable),
-        )
-        if (low and variable._dtype != plan.dtype) or (has_master and plan.level == "O3"):
-            raise ProtocolError(
-                f"prepare got a model that was prepared before, in {variable._dtype} at "
-                f"{'O2' if has_master else 'O3'}, for {plan.dtype} at {plan.level}; its weights are rounded already. "
-                f"Make it anew, and copy the weights: new.set_weights(old.get_weights())."
-            )
+    _check_prepared(model, plan)
     for layer in model._flatten_layers():
         if isinstance(layer._dtype_policy, keras.dtype_policies.DTypePolicyMap):
             raise UnsupportedByBackendError(
                 f"prepare got the layer {layer.name!r} with a DTypePolicyMap at level {plan.level}; accepted: layers "
                 f"with a policy each. Name the layers in allow and deny instead."
+            )
+
+
+def _check_prepared(model: Any, plan: CastPlan) -> None:
+    """Raise for a model that was prepared before, in another way."""
+    for variable in model.variables:
+        low = isinstance(variable, masters.LowPrecisionVariable)
+        has_master = isinstance(variable, masters.TrainedVariable)
+        if (low and variable._dtype != plan.dtype) or (has_master and plan.level == "O3"):
+            raise ProtocolError(
+                f"prepare got a model that was prepared before, in {variable._dtype} at "
+                f"{'O2' if has_master else 'O3'}, for {plan.dtype} at {plan.level}; its weights are rounded already. "
+                f"Make it anew, and copy the weights: new.set_weights(old.get_weights())."
             )
 
 
@@ -112,21 +116,24 @@ def check_kind(optimizer: Any, call: str, level: str) -> None:
         )
 
 
-def _check_optimizer(optimizer: Any, plan: CastPlan) -> None:
+def _raw(optimizer: Any, plan: CastPlan) -> Any:
+    """Return the optimizer of Keras 3; raise for others, and while gradients are pending."""
     check_kind(optimizer, "prepare", plan.level)
-    if isinstance(optimizer, AmpOptimizer) and optimizer.ampx_pending:
+    if not isinstance(optimizer, AmpOptimizer):
+        return optimizer
+    if optimizer.ampx_pending:  # in a function, too, of which the member that `check_prepare` asks knows nothing
         raise ProtocolError(
             "prepare was called while gradients of scale_loss are pending, which belong to the variables as they "
             "were; accepted: between steps. Step first, or call the optimizer's zero_grad to forget them."
         )
+    return optimizer.inner_optimizer
 
 
 def _lower_layers(layer: Any, root: Any, plan: CastPlan) -> None:
     """Make the variables of a layer and of all in it low precision, now or once they are there."""
     forced = oplists.forced_layers(root, plan)
-    if plan.level == "O2":  # it writes the weights of the layer inside
-        spectral = (each for each in root._flatten_layers() if isinstance(each, keras.layers.SpectralNormalization))
-        forced = {id(inner): "float32" for each in spectral for inner in each._flatten_layers()} | forced
+    if plan.level == "O2":
+        forced = dict.fromkeys(_inside_spectral_normalization(root), "float32") | forced
     for each in layer._flatten_layers():
         if not _may_change(each):
             continue
@@ -141,6 +148,12 @@ def _lower_layers(layer: Any, root: Any, plan: CastPlan) -> None:
             for variable in (*each._trainable_variables, *each._non_trainable_variables):
                 _lower(variable, plan)
         casting.forget_functions(each)
+
+
+def _inside_spectral_normalization(root: Any) -> list[int]:
+    """Return the ids of layers whose weights a `SpectralNormalization` around them writes."""
+    around = [each for each in root._flatten_layers() if isinstance(each, keras.layers.SpectralNormalization)]
+    return [id(inner) for each in around for inner in each._flatten_layers()]
 
 
 def _when_built(layer: Any, root: Any, plan: CastPlan) -> None:

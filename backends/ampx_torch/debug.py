@@ -58,23 +58,26 @@ def name_parameters(
     groups: list[dict[str, Any]], model: torch.nn.Module | None, masters: Any = None
 ) -> list[tuple[str, torch.Tensor]]:
     """Pair an optimizer's parameters with names: the model's, the optimizer's own, a living module's, or positions."""
-    names: dict[int, str] = {}
-    pairs = [] if masters is None else masters.pairs
-    if model is not None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-    elif not all("param_names" in group for group in groups):
-        names = _names_in_modules([*(p for group in groups for p in group["params"]), *(own for own, _ in pairs)])
-    names |= {id(master): names[id(own)] for own, master in pairs if id(own) in names}
+    names = _names_by_id(groups, model, [] if masters is None else masters.pairs)
     named = []
     for group_index, group in enumerate(groups):
         own_names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
+            own_name, in_module = own_names[index] if own_names else None, names.get(id(parameter))
+            name = in_module or own_name if model is not None else own_name or in_module
             position = f"param_groups[{group_index}]['params'][{index}] {tuple(parameter.shape)}"
-            own_name = own_names[index] if own_names else None
-            in_module = names.get(id(parameter))
-            name = (in_module or own_name if model is not None else own_name or in_module) or position
-            named.append((name, parameter))
+            named.append((name or position, parameter))
     return named
+
+
+def _names_by_id(groups: list[dict[str, Any]], model: torch.nn.Module | None, pairs: list[Any]) -> dict[int, str]:
+    """Return the names of parameters and masters in the model or, where the optimizer has none, in living modules."""
+    names: dict[int, str] = {}
+    if model is not None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    elif not all("param_names" in group for group in groups):
+        names = _names_in_modules([*(p for group in groups for p in group["params"]), *(own for own, _ in pairs)])
+    return names | {id(master): names[id(own)] for own, master in pairs if id(own) in names}
 
 
 def _names_in_modules(parameters: list[torch.Tensor]) -> dict[int, str]:

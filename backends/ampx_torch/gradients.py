@@ -217,17 +217,41 @@ def clip(
     if not gradients:
         return torch.zeros((), dtype=torch.float32)
     plain = all([type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients])
-    on_host = overflow is None or overflow is True
+    on_host = not isinstance(overflow, torch.Tensor)
     if not plain or (on_host and all_on_cpu(gradients)):
-        norm = _native_norm(gradients)
-        whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for
-        norm = norm if whole is None else whole()
-        if overflow is True:
+        norm = _clip_as_torch(parameters, gradients, max_norm, overflow, plain)
+        if norm is not None:
             return norm
-        if not plain or math.isfinite(norm.item()):
-            _shorten(parameters, max_norm, norm, overflow)
-            return norm
-    norm = _wide_norm(gradients)
+    return _clip_in_float64(gradients, max_norm, overflow)
+
+
+def all_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all tensors are on the CPU, so that reading them waits for no device."""
+    return all([tensor.is_cpu for tensor in tensors])
+
+
+def _clip_as_torch(
+    parameters: list[torch.nn.Parameter], gradients: list[torch.Tensor], max_norm: float, overflow: Any, plain: bool
+) -> torch.Tensor | None:
+    """Clip by torch's own norm and return it; None where that of plain gradients is infinite, and nothing changed."""
+    norm: torch.Tensor = _native_norm(gradients)
+    whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for
+    norm = norm if whole is None else whole()
+    if overflow is True:
+        return norm
+    if plain and not math.isfinite(norm.item()):
+        return None
+    _shorten(parameters, max_norm, norm, overflow)
+    return norm
+
+
+def _clip_in_float64(gradients: list[torch.Tensor], max_norm: float, overflow: Any) -> torch.Tensor:
+    """Clip by a norm in float64, in which no sum of squares of float32 numbers overflows; return it."""
+    kinds: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault(gradient.device, []).append(_plain_values(gradient))
+    norms = [norm for kind in kinds.values() for norm in torch._foreach_norm(kind, 2, torch.float64)]
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     if overflow is not True:
         coefficient = (max_norm / (norm + EPSILON)).clamp(max=1.0)
         if overflow is not None:
@@ -236,25 +260,12 @@ def clip(
     return norm
 
 
-def all_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all tensors are on the CPU, so that reading them waits for no device."""
-    return all([tensor.is_cpu for tensor in tensors])
-
-
-def _native_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    if _HAS_TOTAL_NORM:
-        return torch.nn.utils.get_total_norm(gradients)
+def _norm_of_norms(gradients: list[torch.Tensor]) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
-def _wide_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm in float64, in which no sum of squares of float32 numbers overflows."""
-    kinds: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault(gradient.device, []).append(_plain_values(gradient))
-    norms = [norm for kind in kinds.values() for norm in torch._foreach_norm(kind, 2, torch.float64)]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+_native_norm: Final = getattr(torch.nn.utils, "get_total_norm", _norm_of_norms)  # torch 2.6 and later
 
 
 def _shorten(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.Tensor, overflow: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ampx.shipping import layers as shipping
 from ampx.shipping.converter import Conversion, Converted, Converter
 
 from .names import named
-from .prepare.low_precision_models import NORMS, CastArguments, CastOutputs
+from .prepare.low_precision_models import NORMS, CastArguments, flatten_recurrent, inside, keep_float32
 from .trees import DTYPES, LOW, convert as convert_tree
 
 
@@ -47,8 +47,8 @@ def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
     kept = _kept(names, denied)
     if conversion.dtype != "float32":
         _lower(copied, names, kept, conversion)
-    inside = {part for module in kept for part in module.modules()}
-    return Converted(copied, shipping.leaves_first([name for module, name in names.items() if module not in inside]))
+    exempt = inside(kept)
+    return Converted(copied, shipping.leaves_first([name for module, name in names.items() if module not in exempt]))
 
 
 def infer(model: Any, batch: Any) -> Mapping[str, Array]:
@@ -88,7 +88,12 @@ def _checked(model: Any) -> nn.Module:
             f"convert got {type(inner).__name__} as the model; accepted: an nn.Module, neither scripted nor wrapped. "
             f"Pass the module itself{', model.module' if wrapper else ''}."
         )
-    weights = _weights(inner)
+    _check_weights(_weights(inner))
+    return inner
+
+
+def _check_weights(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise where weights are in low precision already, or not all here."""
     shipping.check_float32([name for name, tensor in weights.items() if tensor.dtype in LOW])
     unready = [
         name for name, tensor in weights.items() if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter)
@@ -99,7 +104,6 @@ def _checked(model: Any) -> nn.Module:
             f"convert got a model whose weights are not all here ({', '.join((unready or sharded)[:5])}); accepted: a "
             f"model with its whole weights. Load or gather them first."
         )
-    return inner
 
 
 def _denied(model: nn.Module, deny: tuple[Any, ...]) -> frozenset[str]:
@@ -113,15 +117,17 @@ def _kept(names: Mapping[nn.Module, str], denied: frozenset[str]) -> dict[nn.Mod
     """Return the modules that stay in float32, with whether because they are denied; those inside are not listed."""
     kept = {module: name in denied for module, name in names.items() if name in denied or isinstance(module, NORMS)}
     # A weight that a kept module shares with others is float32 for all of them.
-    while True:
-        shared = {tensor for module in kept for part in module.modules() for tensor in _own(part).values()}
-        inside = {part for module in kept for part in module.modules()}
-        more = [module for module in names if module not in inside and shared & set(_own(module).values())]
-        if not more:
-            break
+    while more := _sharing(kept, names):
         kept |= dict.fromkeys(more, True)
-    outer = {part for module in kept for part in module.modules() if part is not module and kept[module]}
-    return {module: reason for module, reason in kept.items() if module not in outer}
+    inner = {part for module in kept for part in module.modules() if part is not module and kept[module]}
+    return {module: reason for module, reason in kept.items() if module not in inner}
+
+
+def _sharing(kept: Iterable[nn.Module], names: Iterable[nn.Module]) -> list[nn.Module]:
+    """List the modules outside of kept ones that share a weight with them."""
+    exempt = inside(kept)
+    shared = {tensor for part in exempt for tensor in _own(part).values()}
+    return [module for module in names if module not in exempt and shared & set(_own(module).values())]
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -129,31 +135,40 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for table in tables for name, tensor in table.items() if tensor is not None}
 
 
-def _lower(model: nn.Module, names: Mapping[nn.Module, str], kept: Mapping[nn.Module, bool], how: Conversion) -> None:
-    dtype = DTYPES[how.dtype]
-    limit = torch.finfo(dtype).max
-    inside = {part for module in kept for part in module.modules()}
+def _full(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module itself that have more than 16 bits, by name."""
+    return {key: tensor for key, tensor in _own(module).items() if tensor.dtype in (torch.float32, torch.float64)}
+
+
+def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a dtype can hold all finite numbers of a tensor."""
+    return not bool((tensor.abs() > torch.finfo(dtype).max).logical_and(tensor.isfinite()).any())
+
+
+def _tensors_to_lower(names: Mapping[nn.Module, str], dtype: torch.dtype) -> dict[torch.Tensor, str]:
+    """Return the tensors of modules that a dtype can hold, with their names."""
     lowered: dict[torch.Tensor, str] = {}
     for module, name in names.items():
-        if module in inside:
-            continue
-        own = {key: tensor for key, tensor in _own(module).items() if tensor.dtype in (torch.float32, torch.float64)}
-        for key, tensor in own.items():
+        for key, tensor in _full(module).items():
             # A buffer that the dtype cannot hold, such as a mask of the lowest number, stays as it is.
-            if key in module._parameters or not bool((tensor.abs() > limit).logical_and(tensor.isfinite()).any()):
+            if key in module._parameters or _fits(tensor, dtype):
                 lowered.setdefault(tensor, f"{name}.{key}" if name else key)
-        if own:
-            module.register_forward_pre_hook(CastArguments(dtype), prepend=True, with_kwargs=True)
+    return lowered
+
+
+def _lower(model: nn.Module, names: Mapping[nn.Module, str], kept: Mapping[nn.Module, bool], how: Conversion) -> None:
+    dtype = DTYPES[how.dtype]
+    exempt = inside(kept)
+    computing = {module: name for module, name in names.items() if module not in exempt and _full(module)}
+    lowered = _tensors_to_lower(computing, dtype)
     shipping.check_fits(how.dtype, {name: _largest(tensor) for tensor, name in lowered.items()})
     for tensor in lowered:
         tensor.data = tensor.data.to(dtype)
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and module not in inside:
-            module.flatten_parameters()  # cuDNN wants them in one piece again
+    for module in computing:
+        module.register_forward_pre_hook(CastArguments(dtype), prepend=True, with_kwargs=True)
+    flatten_recurrent(module for module in model.modules() if module not in exempt)
     for module, is_denied in kept.items():
-        module.register_forward_pre_hook(CastArguments(torch.float32, only=LOW), prepend=True, with_kwargs=True)
-        if not is_denied:
-            module.register_forward_hook(CastOutputs(dtype, only=(torch.float32,)))
+        keep_float32(module, None if is_denied else dtype)
     model.register_forward_hook(_CastBorder(torch.float32 if how.keep_io else dtype))
 
 

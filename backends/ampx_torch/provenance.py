@@ -56,6 +56,17 @@ class ParameterSlots(Slots):
         """Divide gradients in place, with torch's own kernel."""
         unscale_(gradients, divisor)
 
+    def sharers(
+        self, own: Provenance, slots: Sequence[torch.Tensor]
+    ) -> Sequence[tuple[Provenance, Sequence[torch.Tensor]]]:
+        """Pair all others with what they share: what is left on an idle one is taken for unscaled."""
+        if len(living) < 2:
+            return []
+        held = set(map(id, slots))
+        others = [other for other in wrapped_optimizers() if other.provenance is not own]
+        pairs = [(other.provenance, [leaf for leaf in other.leaves() if id(leaf) in held]) for other in others]
+        return [pair for pair in pairs if pair[1]]
+
     def keep(self, scale: Any) -> Any:
         """Return a scale as it is now: on a device it moves in place."""
         return scale.clone() if isinstance(scale, torch.Tensor) else scale
@@ -83,18 +94,10 @@ class OptimizerProvenance(Provenance):
         self._bodies += 1
         self.scale, self._thread = scale, get_ident()
 
-    def bring_to(self, leaves: Sequence[torch.Tensor], scale: Any, default: Any) -> None:
-        """Have all gradients carry one scale; the stage is "changing" after it where some were divided."""
-        plan = self.plan(leaves, scale, default)
-        if plan:
-            self._member.begin_change()
-            self.divide(plan)
-        self.notes = {}
-
     def bring_together(self, leaves: Sequence[torch.Tensor]) -> None:
         """Have gradients to which losses of other optimizers were added carry what the others of this one carry."""
         scale = self._member.factor if self._member.stage == "scaled" else 1.0
-        self.bring_to(leaves, scale, scale)
+        self.bring_to(self._member, leaves, scale, scale)
         self._member.end_change()
 
     def note_added(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -106,21 +106,19 @@ class RawStep(NotCopied):
         """
         raw: Any = self._optimizer
         guard, member = self._guard, self._member
+        to_kernel = divisor is not None or overflow is not None
         try:
             try:
                 guard.open = True
                 others = len(raw._optimizer_step_pre_hooks) != 1 or unwrapped_steps.other_hooks()
                 # torch wraps every class's step to run hooks, unless the class says that it does so itself
                 if others and not args and hasattr(type(raw).step, "__wrapped__"):
-                    if member.stage == "changing":
-                        member.note_unscaled()
-                    raw._optimizer_step_pre_hooks.move_to_end(self._handle.id)
-                    guard.begins = True
+                    self._begin_after_hooks()
                 elif member.stage != "changing":
                     member.begin_change()
                 if self.incomplete:
                     self.incomplete = not fused.complete_momentum(raw)
-                if divisor is not None or overflow is not None:
+                if to_kernel:
                     raw.grad_scale, raw.found_inf = divisor, overflow
                 if self._device_type is not None and casting.is_on(self._device_type):
                     # Native defect: an optimizer that multiplies matrices would have its own operations cast.
@@ -131,11 +129,19 @@ class RawStep(NotCopied):
                 return result
             finally:
                 guard.open = guard.begins = False
-                if divisor is not None or overflow is not None:
+                if to_kernel:
                     self._drop_options()
         finally:  # an interruption at the first line of the inner one keeps it from closing the guard
             if guard.open:
                 self.reset()
+
+    def _begin_after_hooks(self) -> None:
+        """Have the update begin when the user's hooks have run, which may raise without harm until then."""
+        if self._member.stage == "changing":
+            self._member.note_unscaled()
+        hooks: Any = self._optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(self._handle.id)
+        self._guard.begins = True
 
     def reset(self) -> None:
         """Put right what an exception may have left."""

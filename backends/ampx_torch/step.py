@@ -157,11 +157,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if member.stage in ("inside", "changing", "interrupted"):
             member.check_step()
         if member.stage == "idle":
-            # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
-            if any(gradient.any() for bucket in self.collect() for gradient in bucket):
-                member.check_step()
-            if self.masters is not None and self.masters.any_gradient():
-                member.check_step()
+            self._check_nothing_waits()
             return []
         if len(self.optimizer.param_groups) != self._groups:
             self.notice_groups()
@@ -171,6 +167,13 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if member.backwards and gradients:
             member.check_backward()
         return gradients
+
+    def _check_nothing_waits(self) -> None:
+        """Raise where there are gradients that were never scaled."""
+        # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
+        waits = any(gradient.any() for bucket in self.collect() for gradient in bucket)
+        if waits or (self.masters is not None and self.masters.any_gradient()):
+            self.ampx_member.check_step()
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, pulled from a low-precision model where there is one."""
@@ -207,7 +210,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.findings.checked[loss_id] = finite
         if len(living) > 1:
             for other, shared in sharers(self):
-                other.provenance.note_unscaled(shared)
+                other.provenance.note(shared, 1.0, stays=True)
 
     def look_again(self, gradients: list[list[torch.Tensor]]) -> None:
         """Test unscaled gradients again: they may have been written to since. The stage is "changing" after it.
@@ -483,7 +486,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
                 self.provenance.bring_together(self.leaves())
             self.mixer.before(self, loss_id)
         elif self._keeps_gradients(scale):  # the first loss since the last step
-            self.provenance.bring_to(self.leaves(), scale, 1.0)  # the body ends the change
+            self.provenance.bring_to(self.ampx_member, self.leaves(), scale, 1.0)  # the body ends the change
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Add the gradients that were put aside."""

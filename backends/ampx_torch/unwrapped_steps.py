@@ -148,8 +148,23 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     owned = _owned()  # by an optimizer that this one is a part of
     parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
-    # Tensors of inference mode, which no backward makes, do not count how often they are written.
-    counted = [p for p in parameters if (gradient := gradient_of(p)) is not None and not gradient.is_inference()]
+    counted = list(filter(_has_counted_gradient, parameters))
+    _refuse_scaled(optimizer, counted)
+    if followed_before or not counted:
+        return
+    _watch.with_leaves.add(optimizer)
+    follow(parameters)
+    _watch.before = []  # no body runs
+    _warn_of_lost_updates(optimizer, counted)
+
+
+def _has_counted_gradient(parameter: torch.Tensor) -> bool:
+    """Return whether there is a gradient; those of inference mode, which no backward makes, count no writes."""
+    gradient = gradient_of(parameter)
+    return gradient is not None and not gradient.is_inference()
+
+
+def _refuse_scaled(optimizer: torch.optim.Optimizer, counted: list[torch.Tensor]) -> None:
     name = type(optimizer).__name__
     if any(_watch.provenance.scale_of(snapshot, 1.0) != 1.0 for snapshot in SLOTS.snapshot(counted)):
         raise RawStepError(
@@ -157,13 +172,12 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             f"applied times the loss scale. Call opt = ampx.wrap_optimizer(opt) on it, too, and name all optimizers "
             f"that a loss trains: ampx.scale_loss(loss, [opt, other])."
         )
-    if followed_before or not counted:
-        return
-    _watch.with_leaves.add(optimizer)
-    follow(parameters)
-    _watch.before = []  # no body runs
+
+
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, counted: list[torch.Tensor]) -> None:
     low = sum(id(parameter) in _watch.lowered and parameter.dtype in LOW for parameter in counted)
     if low:
+        name = type(optimizer).__name__
         callers.warn(
             f"{name} was stepped on {low} low-precision parameters that ampx.prepare gave no float32 copies, "
             f"because it did not get the optimizer: small updates round to nothing, and no loss is scaled. Call "

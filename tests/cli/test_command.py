@@ -30,7 +30,7 @@ def test_help_takes_less_than_twice_as_long_as_that_of_a_command_of_one_line(ins
     least = tmp_path / "least.py"
     least.write_text("import typer\napp = typer.Typer()\n@app.command()\ndef least(): ...\napp()\n")
     ratios = []
-    for _ in range(5):
+    while len(ratios) < 5 and min(ratios, default=2) >= 2:
         start = processor_seconds()
         installed_command("--help")
         between = processor_seconds()

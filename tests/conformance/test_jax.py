@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import os
 import pathlib
 import re
@@ -10,18 +11,21 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import settings
 
-jax = pytest.importorskip("jax", reason="JAX is not installed")
-optax = pytest.importorskip("optax", reason="optax is not installed")
-nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+if not all(map(importlib.util.find_spec, ("jax", "optax", "flax"))):
+    pytest.skip("JAX, optax or flax is not installed", allow_module_level=True)
 
-import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
 
-import ampx_jax  # noqa: E402
-from ampx.testing import BackendSuite, FuzzSuite, PluginSuite, ValueHarness  # noqa: E402
-from ampx_jax import casting  # noqa: E402
-from ampx_jax.state import find_all  # noqa: E402
-from matrix import MatrixSuite  # noqa: E402
-from transfer import TransferSuite  # noqa: E402
+import ampx_jax
+from ampx.testing import BackendSuite, FuzzSuite, PluginSuite, ValueHarness
+from ampx.testing.kit import automation, casting, lifecycle, precision, shipping
+from ampx_jax.casting import active
+from ampx_jax.state import find_all
+from matrix import MatrixSuite
+from transfer import TransferSuite
 
 
 @jax.custom_vjp
@@ -112,7 +116,7 @@ class JaxHarness(ValueHarness):
         return self.loss(parameters, [[1.0] * parameter.size for parameter in parameters]) * jnp.nan
 
     def casting(self):
-        return casting.active.value
+        return active.value
 
     def computes_in(self):
         ones = jnp.ones((2, 2))
@@ -175,14 +179,25 @@ class Float16Harness(JaxHarness):
 FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
 
 
-class TestBfloat16(BackendSuite):
-    harness = JaxHarness
-    hypothesis = FEW
-
-
 class TestFloat16(BackendSuite):
     harness = Float16Harness
     hypothesis = FEW
+
+
+class TestBfloat16(
+    automation.AutomationTests,
+    casting.CastTests,
+    casting.RegionTests,
+    lifecycle.LevelTests,
+    lifecycle.SessionTests,
+    precision.ForceTests,
+    precision.ReplayTests,
+    precision.WatchTests,
+    shipping.ConvertTests,
+):
+    """Tests in which something is cast: all others, whose steps compute in float32, would be the same again."""
+
+    harness = JaxHarness
 
 
 class FuzzHarness(JaxHarness):

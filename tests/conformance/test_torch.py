@@ -174,7 +174,7 @@ class TestScaleOnTheDevice(SkipTests, AccumulationTests, GroupTests, PerLossTest
 class TestInterruptedSteps(InterruptedStepSuite):
     harness = TorchHarness
     session: ClassVar[Any] = {"process_wide": False}
-    stride, asks_raw_steps = 16, False
+    stride = 16
     packages = ("ampx", "ampx_apex", "ampx_torch")
     cases: ClassVar[Any] = {
         **InterruptedStepSuite.cases,
@@ -182,7 +182,7 @@ class TestInterruptedSteps(InterruptedStepSuite):
         "fused": {"fused": "auto"},
         "fused on the device": {"fused": "auto", "device_scale": True},
         "fused on the device, overflow": {"fused": "auto", "device_scale": True, "third": math.inf},
-        "fused on the device, clipped": {"fused": "auto", "device_scale": True, "max_grad_norm": 1e6},
+        "fused on the device, clipped": {"fused": "auto", "device_scale": True, "clip": "max_grad_norm", "third": 6.0},
     }
 
 
@@ -201,9 +201,16 @@ class LargeHarness(TorchHarness):
         return tensor.detach().unique().tolist()
 
 
+class LargeTraining(Training):
+    elements = 2 * 2**16
+
+
 class TestInterruptedFoldedSteps(TestInterruptedSteps):
-    harness = LargeHarness
-    cases: ClassVar[Any] = {"folded": {"fused": "auto"}, "folded, clipped": {"fused": "auto", "max_grad_norm": 1e6}}
+    harness, training = LargeHarness, LargeTraining
+    cases: ClassVar[Any] = {
+        "folded": {"fused": "auto"},
+        "folded, clipped": {"fused": "auto", "clip": "max_grad_norm", "third": 6.0},
+    }
 
 
 class HookedHarness(TorchHarness):
@@ -215,7 +222,7 @@ class HookedHarness(TorchHarness):
 
 class TestInterruptedStepsWithHooks(TestInterruptedSteps):
     harness = HookedHarness
-    cases: ClassVar[Any] = {"hooks": {"max_grad_norm": 1e6}}
+    cases: ClassVar[Any] = {"hooks": {"clip": "max_grad_norm", "third": 6.0}}
 
 
 class LbfgsHarness(TorchHarness):
@@ -256,7 +263,7 @@ class TestInterruptedStepsOfMasters(TestInterruptedSteps):
 class TestInterruptedRegions(InterruptedRegionSuite):
     harness = TorchHarness
     packages = TestInterruptedSteps.packages
-    stride, region_stride = 4, 3
+    stride, region_stride = 4, 1
 
     @pytest.fixture(autouse=True)
     def _own_lstm_kernel(self, monkeypatch):

@@ -1,10 +1,10 @@
 """Files of a package import each other in one direction, local imports and those for types counted."""
 
-import ast
-import importlib.util
 from pathlib import Path
 
 import pytest
+
+from import_graphs import imported_anywhere, modules_in
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [ROOT / "ampx", *sorted((ROOT / "backends").glob("ampx_*"))]
@@ -35,26 +35,17 @@ KNOWN = {
 
 def import_graph(package):
     """Return the modules that each module of a package imports anywhere, by names within the package."""
-    paths = {}
-    for path in package.rglob("*.py"):
-        parts = path.relative_to(package).with_suffix("").parts
-        paths[".".join(part for part in parts if part != "__init__")] = path
-    graph = {}
-    for module, path in paths.items():
-        full = f"{package.name}.{module}".rstrip(".")
-        home = full if path.name == "__init__.py" else full.rpartition(".")[0]
-        names = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home)
-                for alias in node.names:  # a module in the package, or what the package itself holds
-                    inside = f"{origin}.{alias.name}".partition(".")[2]
-                    names.add(f"{origin}.{alias.name}" if inside in paths else origin)
-        own = {name.partition(".")[2] for name in names if name.partition(".")[0] == package.name}
-        graph[module] = (own & set(paths)) - {module}
-    return graph
+    files, graph = modules_in(package), {}
+    for module, path in files.items():
+        names = imported_anywhere(module, path)
+        # A module, or what a module holds.
+        own = {name if name in files else name.rpartition(".")[0] for name in names} & set(files)
+        graph[module] = own - {module}
+    return {_within(name): set(map(_within, names)) for name, names in graph.items()}
+
+
+def _within(module):
+    return module.partition(".")[2]
 
 
 def circles(graph):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ampx
+from import_graphs import at_import, imported_anywhere, modules_in, names_imported, with_parents
 
 ROOT = Path(ampx.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "mxnet", "paddle", "jax", "jaxlib", "numpy", "cupy"}
@@ -40,7 +41,7 @@ def test_every_module_of_core_loads_no_framework():
 def test_import_adds_less_than_30_ms():
     # Time of the processor, and the least of some: what else the machine does is not the import's.
     program = "from time import process_time; t = process_time(); import ampx; print(process_time() - t)"
-    assert min(float(run(program)) for _ in range(7)) < 0.030
+    assert any(float(run(program)) < 0.030 for _ in range(7))
 
 
 def test_every_name_of_the_stub_can_be_imported_and_is_no_submodule_that_hides_it():
@@ -68,66 +69,12 @@ def test_unknown_names_are_refused_as_python_does():
         ampx.initialise  # noqa: B018
 
 
-def imports(path):
-    """Return the modules that a file imports, in functions and under `if TYPE_CHECKING` too; "." is core."""
-    names = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names.extend(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                names.extend([f".{node.module}"] if node.module else [f".{alias.name}" for alias in node.names])
-            else:
-                names.append(node.module)
-    return names
-
-
-def test_no_module_of_core_imports_itself_by_way_of_others():
-    graph = {path.stem: {name[1:] for name in imports(path) if name.startswith(".")} for path in CORE}
-    order = graphlib.TopologicalSorter(graph)
-    order.prepare()  # raises CycleError, which names the modules of the cycle
-
-
-def test_a_cycle_through_type_imports_would_be_found(tmp_path):
-    (tmp_path / "a.py").write_text("if TYPE_CHECKING:\n    from .b import B\n")
-    (tmp_path / "b.py").write_text("def f():\n    from . import a\n")
-    assert [imports(tmp_path / f"{name}.py") for name in "ab"] == [[".b"], [".a"]]
-
-
-def at_import(body):
-    """List the import statements that run when a module is imported."""
-    for node in body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from at_import(node.orelse)
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from at_import(list(ast.iter_child_nodes(node)))
-
-
-def with_parents(module):
-    while module:
-        yield module
-        module = module.rpartition(".")[0]
-
-
 def import_graph(package):
     """Return which modules of a package each one imports, with the packages that they bring, when it is the first."""
-    paths = {}
-    for path in package.rglob("*.py"):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        paths[".".join(parts).removesuffix(".__init__")] = path
-    graph = {}
-    for module, path in paths.items():
-        home = module if path.stem == "__init__" else module.rpartition(".")[0]
-        names = []
-        for node in at_import(ast.parse(path.read_text()).body):
-            if isinstance(node, ast.Import):
-                names.extend(alias.name for alias in node.names)
-            else:
-                origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home)
-                names.extend(f"{origin}.{alias.name}" for alias in node.names)
-        needed = {parent for name in names for parent in with_parents(name)} & set(paths)
+    files, graph = modules_in(package), {}
+    for module, path in files.items():
+        names = names_imported(module, path, at_import(ast.parse(path.read_text()).body))
+        needed = {parent for name in names for parent in with_parents(name)} & set(files)
         graph[module] = needed - set(with_parents(module))  # those are imported already
     return graph
 
@@ -154,7 +101,7 @@ def test_core_knows_none_of_its_sub_packages():
     assert {"cli", "testing"} <= packages
     for path in CORE:
         if path.stem not in ("__init__", "__main__"):
-            used = {part for name in imports(path) for part in name.split(".")[:2]}
+            used = {name.split(".")[1] for name in imported_anywhere(f"ampx.{path.stem}", path) if name[:5] == "ampx."}
             assert not used & packages, path.stem
 
 
@@ -164,8 +111,10 @@ def test_core_is_small_enough_to_be_known():
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
 def test_core_imports_the_standard_library_and_pluggy_only(path):
-    absolute = {name.partition(".")[0] for name in imports(path) if not name.startswith(".")}
-    assert absolute <= {*sys.stdlib_module_names, "pluggy", "tomllib", "tomli"}  # tomli is tomllib for Python 3.10
+    module = "ampx" if path.stem == "__init__" else f"ampx.{path.stem}"
+    tops = {name.partition(".")[0] for name in imported_anywhere(module, path)}
+    # tomli is tomllib for Python 3.10.
+    assert tops <= {*sys.stdlib_module_names, "ampx", "pluggy", "tomllib", "tomli"}
 
 
 def test_the_environment_is_left_alone():

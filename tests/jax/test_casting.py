@@ -474,6 +474,13 @@ def test_strict_promotion_of_the_script_does_not_refuse_what_casting_mixes(sessi
     np.testing.assert_allclose(gradient, np.asarray(weights).sum(1)[None], rtol=2.0**-9)
 
 
+def test_a_product_that_is_differentiated_by_one_factor_has_no_derivative_by_the_other():
+    start(dtype="float16")
+    product = ampx_jax.autocast(lambda a: a @ B)
+    tangent = jax.make_jaxpr(lambda a: jax.jvp(product, (a,), (a,)))(A)
+    assert str(tangent).count("= ampx_product[") == 1
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_no_tracer_leaves_its_trace(dtype):
     start(dtype=dtype)

@@ -323,6 +323,20 @@ def test_a_simulated_dtype_rounds_what_enters_and_leaves_as_numpy_does(way, dtyp
     assert reading.dtype == "float32"
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2"])
+def test_a_module_in_a_simulated_dtype_returns_numbers_of_that_dtype(dtype):
+    """Either has 1.25 and 1.5, and not the square of 1.25."""
+
+    def step(params):
+        with jax.named_scope("square"):
+            product = params["w"] @ params["w"]
+        return product.sum()
+
+    replayed, readings = read({"w": jnp.full((1, 1), 1.25)}, step, dtypes={"square": dtype})
+    (reading,) = of(readings, "square")
+    assert (reading.sample.tolist(), replayed.loss) == ([1.5], 1.5)
+
+
 def test_a_module_inside_another_obeys_its_own_entry():
     def step(params):
         with jax.named_scope("outer"):

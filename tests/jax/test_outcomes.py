@@ -402,6 +402,8 @@ def test_on_leaving_jit_is_restored_and_compiled_functions_are_the_scripts():
     train(step, weights, state, [1.0])
     jax.effects_barrier()
     assert run.recorder.steps == 1
+    step.clear_cache()
+    assert step._cache_size() == 0
 
 
 def test_without_a_way_to_know_the_present_trace_all_is_told_by_callbacks(monkeypatch):

@@ -106,12 +106,6 @@ def test_o2_lowers_everything_but_norms(dtype):
     assert dtypes(params) == {"first": low, "norm": full, "last": low, "table": "int32"}
 
 
-@pytest.mark.parametrize("dtype", LOW)
-def test_o3_lowers_everything(dtype):
-    init("O3", dtype=dtype)
-    assert set(jax.tree.leaves(dtypes(ampx.prepare(make_params())))) == {dtype}
-
-
 NAMES = [
     "LayerNorm_0",
     "BatchNorm_1",
@@ -642,11 +636,10 @@ def test_what_stands_behind_the_wrapped_transformation_is_refused():
         amp.scale_loss(jnp.float32(1.0), state).__enter__()
 
 
-@pytest.mark.parametrize("model", [3, "net", {"table": np.arange(3)}])
-def test_something_that_is_no_model_is_refused(model):
+def test_a_tree_without_floating_arrays_is_refused():
     amp = init()
     with pytest.raises(ampx.InvalidOptionError, match="floating array"):
-        amp.prepare(model)
+        amp.prepare({"table": np.arange(3)})
 
 
 def test_an_optimizer_that_prepare_does_not_know_is_refused():
@@ -663,5 +656,5 @@ def test_an_optimizer_that_prepare_does_not_know_is_refused():
 def test_low_parameters_are_refused_at_o1_and_o2_is_named():
     amp = init("O1")
     tx = amp.wrap_optimizer(optax.sgd(0.1))
-    with pytest.raises(ampx.LowPrecisionParametersError, match="level='O2'"):
+    with pytest.raises(ampx.LowPrecisionParametersError, match=r"bfloat16.*level='O2'"):
         tx.init({"w": jnp.ones(2, "bfloat16")})

@@ -25,20 +25,15 @@ _ENTERS: Final = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
 THOROUGH: Final = bool(os.environ.get("AMPX_TEST_ALL"))
 
 
-def sampled(stride: int, first: int = 1, *, after_calls: bool = True) -> dict[str, int | bool]:
+def sampled(stride: int, first: int = 1) -> dict[str, int | bool]:
     """Return the places to interrupt, as arguments of `interrupted_everywhere`.
 
     Args:
-        stride: One of so many lines; with AMPX_TEST_ALL one of a third as many. Not every place: each runs all that
-            stands before it, so that a step of some thousand places would take hours.
+        stride: One of so many lines; with AMPX_TEST_ALL of lines and calls. Never every place: each runs all that
+            stands before it, and a step has some thousand.
         first: The first place to take.
-        after_calls: With AMPX_TEST_ALL, interrupt after calls, too.
     """
-    return {
-        "stride": max(stride // 3, 1) if THOROUGH else stride,
-        "first": first,
-        "after_calls": THOROUGH and after_calls,
-    }
+    return {"stride": stride, "first": first, "after_calls": THOROUGH}
 
 
 class Interruption(BaseException):
@@ -131,6 +126,7 @@ class _Interruption:
             self._left -= 1
             if not self._left:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self._called.clear()  # a frame keeps its region alive, which is to end with the exception
                 raise self._error(self.place)
         return self._look
 
@@ -140,11 +136,17 @@ class _Interruption:
         if event != "opcode":
             return False
         counts = frame in self._called
-        if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
+        if frame.f_lasti in _calls(frame.f_code):
             self._called.add(frame)
         else:
             self._called.discard(frame)
         return counts
+
+
+@functools.cache
+def _calls(code: CodeType) -> frozenset[int]:
+    """Return where a function calls."""
+    return frozenset(each.offset for each in dis.get_instructions(code) if each.opname.startswith("CALL"))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ class Trainees(Protocol):
     opts: Sequence[Any]
 
     def loss(self, number: float = 1.0) -> Any: ...
+    def own(self, index: int) -> Any: ...
     def backward(self, loss: Any, *which: int) -> None: ...
     def unscale(self, index: int) -> None: ...
     def clip(self, index: int, norm: float) -> None: ...
@@ -109,6 +110,37 @@ def cleared_by_one(trainees: Trainees) -> None:
     trainees.zero_grad()
 
 
+def one_goes_on(trainees: Trainees) -> None:
+    trainees.backward(trainees.loss(), 0, 1)
+    trainees.step(0)
+    trainees.backward(trainees.own(0), 0)  # of what is left it does not reach all
+    trainees.step(1)
+
+
+def both_go_on(trainees: Trainees) -> None:
+    trainees.backward(trainees.loss(), 0, 1)
+    trainees.step(0)
+    trainees.backward(trainees.loss(), 0, 1)
+    trainees.step(1)
+
+
+def never_cleared(trainees: Trainees) -> None:
+    for _ in range(2):
+        trainees.backward(trainees.loss(), 0, 1)
+        trainees.step(0)
+        trainees.step(1)
+
+
+def one_in_between(trainees: Trainees) -> None:
+    trainees.backward(trainees.loss(), 0)
+    trainees.step(0)
+    trainees.backward(trainees.own(1), 1)
+    trainees.backward(trainees.own(0), 0)
+    trainees.step(1)
+
+
+# What one has stepped with is brought to a loss scale again, and the other one knows it by another.
+REFUSED: Final[Sequence[Callable[[Trainees], None]]] = (one_goes_on, both_go_on, never_cleared, one_in_between)
 SCRIPTS: Final[Sequence[Callable[[Trainees], None]]] = (
     *(both_at_once, the_other_way_round, accumulated, a_loss_each, one_after_the_other, unscaled_first, one_unscaled),
     *(clipped_before_the_other_steps, both_clipped, left_from_before, cleared_by_one),

@@ -1,14 +1,17 @@
 """A Ctrl-C at any line of ampx while functions are cast; interrupted steps are in tests/conformance/test_mxnet.py."""
 
+import os
+
 import pytest
 
 import ampx
 from ampx.session import sessions
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.dtypes import name_of
-from interruptions import interrupted_everywhere, sampled
+from interruptions import interrupted_everywhere
 
 PACKAGES = ("ampx", "ampx_mxnet")
+THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # more of the lines
 
 
 def _compute_dtype():
@@ -45,9 +48,7 @@ def test_functions_are_cast_as_long_as_somebody_needs_it_after_an_interruption(p
     """While they are put in place or taken away, which takes thousands of lines, of which some are interrupted."""
     original = mx.nd.FullyConnected
     expected = "bfloat16" if process_wide else "float32"
-    for _, place in interrupted_everywhere(
-        lambda: _start(process_wide), act, PACKAGES, **sampled(997, after_calls=False)
-    ):
+    for _, place in interrupted_everywhere(lambda: _start(process_wide), act, PACKAGES, stride=97 if THOROUGH else 997):
         if sessions.get("mxnet") is not None:
             assert _compute_dtype() == expected, place
             _inside(True)

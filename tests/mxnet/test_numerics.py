@@ -263,7 +263,9 @@ def test_a_clock_puts_in_place_what_casts_once_and_not_in_every_step(backend, ne
 
 
 @pytest.mark.parametrize("plan", [None, pytest.param(CastPlan("cpu", "bfloat16"), marks=pytest.mark.bfloat16)])
-def test_a_replay_draws_the_same_masks_and_leaves_weights_statistics_and_gradients(backend, net, batch, plan):
+def test_replays_and_the_clock_draw_the_same_numbers_of_every_kind_and_leave_what_waits(backend, net, batch, plan):
+    """Those of MXNet, NumPy and Python; that all else is as before after a replay, is the kit's."""
+
     def step(model):
         return (model(batch * random.random() + mx.nd.array(np.random.rand(1, 3))) ** 2).mean()
 
@@ -274,10 +276,6 @@ def test_a_replay_draws_the_same_masks_and_leaves_weights_statistics_and_gradien
     first, second = (offer(backend, Probe).replay(net, step, plan, scale) for scale in (1.0, 1024.0))
     assert offer(backend, Probe).clock(net, step, plan)() > 0
     assert first.loss == second.loss
-    assert all(np.array_equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
-    assert list(first.parameters) == list(first.gradients)
-    assert len(first.parameters) == len(trained(net))
-    assert first.parameters["2.weight"] == describe(net[2].weight.data().asnumpy())
     assert all(np.array_equal(values(net)[name], value) for name, value in state.items())
     assert all(np.array_equal(a.grad().asnumpy(), b) for a, b in zip(trained(net), waiting, strict=True))
     assert all(parameter.data()._fresh_grad for parameter in trained(net))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.numerics.batch import Seen
-from ampx.numerics.diagnose import diagnosed, in_one_line, refused
+from ampx.numerics.batch import Refusal, Seen, in_one_line
+from ampx.numerics.diagnose import diagnosed, examined
 from ampx.numerics.operations import family
 from ampx.numerics.probe import Reading, Replayed
 from ampx.numerics.rounding import describe, round_to
@@ -332,11 +332,11 @@ def test_constants_that_overflow_or_flush_are_risks_and_small_data_is_none(opera
 def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
     error = RuntimeError("value cannot be converted to Half without overflow\nat line 3")
     exact = seen(sampled("relu", [1.0], [1.0]), sampled("masked_fill", [1.0], [-1e9, 1.0], "float32"))
-    diagnosis = refused(in_one_line(error), exact, "float16", 8.0)
+    diagnosis = examined(Refusal(in_one_line(error)), exact, "float16", 8.0, None)
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("mask", "masked_fill")
     assert diagnosis.last_finite.operation == "relu"
     assert diagnosis.why.endswith("without overflow.")
-    other = refused(in_one_line(ValueError("")), seen(), "float16", 8.0)
+    other = examined(Refusal(in_one_line(ValueError(""))), seen(), "float16", 8.0, None)
     assert (other.kind, other.first_nonfinite, other.precision_is_innocent) == ("error", None, False)
     assert "ValueError: (no message)" in other.why
 
@@ -348,10 +348,10 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
         sampled("to_copy", [1.0], [1.0]),
         sampled("index_add", [1.0], [1.0]),
     )
-    diagnosis = refused("RuntimeError: no", exact, "bfloat16", 1.0, exact.readings[:2], "train.py:3")
+    diagnosis = examined(Refusal("RuntimeError: no", exact.readings[:2], "train.py:3"), exact, "bfloat16", 1.0, None)
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("error", "index_add")
     assert diagnosis.advice.splitlines() == [
-        "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # keep it in float32",
+        "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # may cure it: keep it in float32",
         "model = amp.prepare(model)  # which has that module, before wrap_optimizer",
     ]
     assert "  raises: forward pass, module 'block', operation index_add" in str(diagnosis)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -11,9 +11,11 @@ import pytest
 
 import ampx
 from ampx.numerics import report
-from ampx.numerics.diagnose import first_failing
-from ampx.numerics.diagnose_script import diagnose_script, parameters_of
-from ampx.numerics.probe import Reading, Stats
+from ampx.numerics.batch import Seen
+from ampx.numerics.causes import find_fault
+from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.places import first_failing, of_the_step
+from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.trial import Outcome
 from ampx.run import RunSettings
 from ampx.run.program import Program
@@ -132,17 +134,24 @@ def test_a_step_that_the_script_does_not_make_is_an_error(diagnosed):
         diagnosed("1.0", at=9)
 
 
-def test_parameters_are_what_an_operation_receives_beyond_its_module():
-    def read(operation, inputs):
-        return Reading("head", "Linear", operation, "forward", 0, "float16", Stats(4), inputs)
+def fails_in_float32(*readings):
+    run = Seen(Replayed(math.nan, {}, {}), readings, skipped=True)
+    return find_fault(run, run, "float32", 1.0)
 
-    module = read("", Stats(8, largest=2.0))
-    readings = [read("linear", Stats(24, largest=5e5)), read("relu", Stats(4, largest=9e9)), module]
-    assert parameters_of(readings)["head.parameters"] == Stats(16, largest=5e5)
-    assert parameters_of([read("linear", Stats(24, largest=1.0)), module]) == {}
-    assert parameters_of([read("linear", Stats(24, nonfinite=3)), module])["head.parameters"].nonfinite == 3
-    outside = dataclasses.replace(read("square", Stats(24, nonfinite=3)), kind="")  # the loss's, say
-    assert parameters_of([outside, module]) == {}
+
+def test_what_is_not_finite_comes_with_the_batch_or_else_it_is_the_weights():
+    def read(operation, inputs, module="head", kind="Linear", value=None):
+        value = value or Stats(4, nonfinite=4, nan=4)
+        return Reading(module, kind, operation, "forward", 0, "float32", value, inputs)
+
+    sound, bad = Stats(8, largest=2.0), Stats(8, nonfinite=1, nan=1)
+    product = read("linear", Stats(24, nonfinite=3, nan=3))
+    assert fails_in_float32(product, read("", sound, ""), read("", sound)).kind == "weights"
+    assert fails_in_float32(product, read("", bad), read("", bad, "")).kind == "data"
+    loss = read("square", bad, "", "")  # outside of all modules, of targets, say
+    model = read("", sound, "", value=sound)
+    assert fails_in_float32(model, loss).kind == "data"
+    assert fails_in_float32(product).kind == "data"  # no model is known
 
 
 def test_what_a_module_computed_of_data_that_is_not_finite_is_no_parameter():
@@ -158,10 +167,18 @@ def test_what_a_module_computed_of_data_that_is_not_finite_is_no_parameter():
         read("block", "add", (8, 1), (16, 2)),
         read("block", "mul", (8, 1), (24, 5)),
         read("block", "", (8, 1), (8, 1)),
+        read("", "", (8, 1), (8, 1)),
     ]
-    assert parameters_of(readings) == {}
-    sound = dataclasses.replace(readings[0], value=Stats(8))  # does not end the search
-    assert parameters_of([sound, *readings[1:]]) == {}
+    assert fails_in_float32(*readings).kind == "data"
+
+
+def test_what_initializers_and_optimizers_compute_is_no_part_of_the_step():
+    def read(operation, kind="", direction="forward"):
+        return Reading("", kind, operation, direction, 0, "float32", Stats(4), Stats(4))
+
+    step = [read("mm", "Net"), read("", "Net"), read("square"), read("mm", "Net", "backward")]
+    assert of_the_step([read("uniform_"), *step, read("addcdiv_")]) == tuple(step)
+    assert of_the_step([read("square"), read("log")]) == (read("square"), read("log"))  # no module computes
 
 
 def test_an_infinity_that_becomes_a_finite_number_is_no_failure():
@@ -177,18 +194,16 @@ def test_an_infinity_that_becomes_a_finite_number_is_no_failure():
     assert first_failing(causal[:2], None) == 1
 
 
-def test_parameters_are_what_an_operation_reads_where_a_framework_has_one_for_that():
+def test_a_variable_that_is_read_and_is_not_finite_is_a_weight():
     def read(module, kind, operation, value, inputs=None):
         return Reading(module, kind, operation, "forward", 0, "float32", value, inputs or Stats())
 
-    readings = [
-        read("", "", "ReadVariableOp", Stats(1, nonfinite=1)),  # a metric, outside of the model
-        read("head", "Dense", "ReadVariableOp", Stats(8, largest=3.0)),
-        read("head", "Dense", "ReadVariableOp", Stats(2, largest=5.0)),
-        read("", "Net", "Reshape", Stats(4), Stats(99, nonfinite=9)),
-        read("", "Net", "", Stats(4), Stats(4)),
-    ]
-    assert parameters_of(readings) == {"head.parameters": Stats(10, largest=5.0)}
+    readings = (
+        read("head", "Dense", "ReadVariableOp", Stats(8, nonfinite=1, nan=1)),
+        read("head", "Dense", "MatMul", Stats(4, nonfinite=4, nan=4), Stats(12, nonfinite=1, nan=1)),
+        read("", "Net", "", Stats(4, nonfinite=4, nan=4), Stats(4)),
+    )
+    assert fails_in_float32(*readings).kind == "weights"
 
 
 @pytest.mark.parametrize(("skipped", "words"), [([], "0 steps were skipped,"), ([2], "1 step was skipped (--at 2 ")])

@@ -88,7 +88,9 @@ def test_nothing_and_nothing_finite_have_no_largest_number():
     assert describe([math.inf, math.nan]) == Stats(elements=2, nonfinite=2, nan=1)
 
 
-@pytest.mark.parametrize(("elements", "samples", "kept"), [(6, 4, [0, 2, 4]), (4, 4, [0, 1, 2, 3]), (9, 2, [0, 5])])
+@pytest.mark.parametrize(
+    ("elements", "samples", "kept"), [(7, 4, [0, 2, 4, 6]), (4, 4, [0, 1, 2, 3]), (9, 2, [0, 5]), (6, 4, [0, 5])]
+)
 def test_a_sample_is_strided_in_row_major_order(elements, samples, kept):
     assert sample(np.arange(elements, dtype=np.float32).reshape(-1, 1), samples).tolist() == kept
 

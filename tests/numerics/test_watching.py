@@ -145,11 +145,11 @@ def test_a_log_counts_calls_by_direction_and_leaves_out_what_never_came():
     log = Log(Watching(modules=("a*",), samples=3), read, list)
     assert [log.watching.watches(name) for name in ("a", "a.b", "b", "")] == [True, True, False, False]
     for values in ([1.0, -3.0], [math.inf]):
-        entry = log.add("a", "Dense", "", "forward", [len(values), 3])
+        entry = log.add("a", "Dense", "", "forward", [len(values), 5])
         entry.dtype = "float16"
         entry.value.append(numbers(values))
         entry.inputs += [numbers([2.0]), numbers([4.0, 8.0])]
-        flat = [np.float32(values), np.float32([7.0, 8.0, 9.0])]
+        flat = [np.float32(values), np.float32([7.0, 8.0, 9.0, 10.0, 11.0])]
         entry.samples |= {place: entry.chosen(place, flat[place], flat[place].size) for place in (1, 0)}
         log.add("a", "Dense", "", "backward")
     first, second = log.readings()
@@ -157,8 +157,8 @@ def test_a_log_counts_calls_by_direction_and_leaves_out_what_never_came():
     assert (first.call, second.call, first.seconds, first.place) == (0, 1, None, "")
     assert second.value == Stats(elements=1, nonfinite=1)
     assert first.inputs == describe([2.0, 4.0, 8.0])
-    np.testing.assert_array_equal(first.sample, np.float32([1.0, 7.0, 9.0]))  # every second of five
-    np.testing.assert_array_equal(second.sample, np.float32([math.inf, 8.0]))  # every second of four
+    np.testing.assert_array_equal(first.sample, np.float32([1.0, 8.0, 11.0]))  # every third of seven
+    np.testing.assert_array_equal(second.sample, np.float32([math.inf, 8.0, 10.0]))  # every second of six
 
 
 def test_gradients_of_one_backward_pass_are_one_reading():

@@ -243,6 +243,7 @@ def test_what_the_scripts_own_session_did_is_told(run):
 def simple(kind=paddle.optimizer.Momentum):
     net = network()
     optimizer = kind(0.05, parameters=net.parameters())
+    optimizer.clear_grad()  # before anything is scaled
     for x in batches(8):
         loss = net(x).square().mean()
         loss.backward()

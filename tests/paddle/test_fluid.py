@@ -386,6 +386,8 @@ def test_losses_equal_numpy(fluid):
     logits, labels = rng.normal(size=[6, 4]).astype("float32"), rng.integers(0, 4, [6, 1])
     probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     targets = (rng.random([6, 4]) > 0.5).astype("float32")
+    ignored = np.where(rng.random([6, 4]) > 0.5, targets, 7.0).astype("float32")
+    u = fluid.layers.data("u", [4])
     x, y, t = fluid.layers.data("x", [4]), fluid.layers.data("y", [1], dtype="int64"), fluid.layers.data("t", [4])
     direct, softmax = fluid.layers.softmax_with_cross_entropy(x, y, return_softmax=True)
     other = fluid.layers.cross_entropy(fluid.layers.softmax(x), y)
@@ -397,13 +399,17 @@ def test_losses_equal_numpy(fluid):
         fluid.layers.accuracy(x, y),
         fluid.layers.square_error_cost(x, t),
         fluid.layers.mean(x),
+        fluid.layers.sigmoid_cross_entropy_with_logits(x, u, ignore_index=7),
+        fluid.layers.sigmoid_cross_entropy_with_logits(x, u, ignore_index=7, normalize=True),
         fluid.layers.one_hot(y, 4),
     ]
-    results = run(fluid, fetch, {"x": logits, "y": labels, "t": targets})
+    results = run(fluid, fetch, {"x": logits, "y": labels, "t": targets, "u": ignored})
     expected = -np.log(probabilities[np.arange(6), labels[:, 0]])[:, None]
     sigmoid = np.log1p(np.exp(-np.abs(logits))) + np.maximum(logits, 0) - logits * targets
     right = np.array([(logits.argmax(1) == labels[:, 0]).mean()])
     wanted = [expected, probabilities, expected, sigmoid, right, (logits - targets) ** 2, [logits.mean()]]
+    counted = np.where(ignored == 7, 0.0, sigmoid)
+    wanted += [counted, counted / (ignored != 7).sum()]
     for value, oracle in zip(results, [*wanted, np.eye(4)[labels[:, 0]]], strict=True):
         assert value.shape == np.shape(oracle)
         np.testing.assert_allclose(np.asarray(value), oracle, rtol=1e-5, atol=1e-6)
@@ -487,8 +493,11 @@ def test_layers_with_parameters_equal_numpy(fluid):
         layers.layer_norm(x, epsilon=0.0),
         layers.fc(x, 1, param_attr=ones, bias_attr=fluid.initializer.Constant(0.5)),
         layers.conv2d_transpose(x, 1, filter_size=2, stride=2, param_attr=ones),
+        layers.fc(layers.data("rows", [4, 4]), 1, param_attr=ones),
+        layers.batch_norm(layers.data("last", [4, 4, 3]), epsilon=0.0, data_layout="NHWC"),
     ]
-    results = run(fluid, fetch, {"x": image})
+    last = rng.normal(size=[2, 4, 4, 3]).astype("float32")
+    results = run(fluid, fetch, {"x": image, "rows": image[:, 0], "last": last})
     blocks = image.reshape(2, 1, 2, 2, 2, 2)
     flat = image.reshape(2, -1)
     wanted = [
@@ -499,10 +508,21 @@ def test_layers_with_parameters_equal_numpy(fluid):
         ((flat - flat.mean(1, keepdims=True)) / flat.std(1, keepdims=True)).reshape(image.shape),
         flat.sum(1, keepdims=True) + 0.5,
         image.repeat(2, 2).repeat(2, 3),
+        flat.sum(1, keepdims=True),
+        (last - last.mean((0, 1, 2))) / last.std((0, 1, 2)),
     ]
     for value, oracle in zip(results, wanted, strict=True):
         assert value.shape == oracle.shape
         np.testing.assert_allclose(np.asarray(value), oracle, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_a_convolution_begin_as_large_as_fluids(fluid):
+    """Normal, with a variance of 2 by the elements of a kernel; five standard errors of 9,216 weights."""
+    fluid.layers.conv2d(fluid.layers.data("x", [4, 8, 8]), 256, 3, param_attr="kernels", bias_attr=False)
+    run(fluid, [], {"x": np.zeros([1, 4, 8, 8], "float32")})
+    kernels = np.array(fluid.global_scope().find_var("kernels").get_tensor())
+    assert kernels.size == 9216
+    assert kernels.std() == pytest.approx(math.sqrt(2 / (3 * 3 * 4)), rel=5 / math.sqrt(2 * 9216))
 
 
 def test_parameters_of_one_name_are_one_parameter(fluid):

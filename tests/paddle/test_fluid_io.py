@@ -315,6 +315,7 @@ def test_where_a_condition_decides_the_script_is_warned_and_runs(tmp_path):
             [("fluid.nothing", 3, True)],
         ),
         ("import paddle.fluid as fluid\na = 1 if x else fluid.nothing", [("fluid.nothing", 2, False)]),
+        ("import paddle.fluid as fluid\na = 1 if fluid.nothing else 2", [("fluid.nothing", 2, True)]),
         (
             "import paddle.fluid as fluid\nclass N:\n    def f(self):\n        fluid.nothing\nfor _ in x:\n    N().f()",
             [("fluid.nothing", 4, True)],

@@ -3,7 +3,7 @@
 import numpy as np
 import paddle
 import pytest
-from shared_parameters import CLIPS, SCRIPTS, a_loss_each, accumulated, both_at_once
+from shared_parameters import CLIPS, REFUSED, SCRIPTS, a_loss_each, accumulated, both_at_once
 
 import ampx
 
@@ -29,6 +29,10 @@ class Trainees:
     def loss(self, number=1.0):
         first, second, shared = self.parameters
         return (number * shared * first).sum() + (shared * second).pow(2).sum()
+
+    def own(self, index):
+        """Return a loss of what only one of them holds."""
+        return self.parameters[index].sum()
 
     def backward(self, loss, *which):
         if self.amp is None:
@@ -89,10 +93,11 @@ def test_every_step_sees_the_gradients_of_plain_float32(scales, optimizer, scrip
         np.testing.assert_allclose(own, others, rtol=tolerance, atol=tolerance)
 
 
-def test_what_is_refused_changes_nothing_and_a_cleared_start_trains(amp, weights):
-    scaled = Trainees(amp, sgd, weights, (SCALE, 4.0))
+@pytest.mark.parametrize("script", [a_loss_each, *REFUSED], ids=lambda script: script.__name__)
+def test_what_is_refused_changes_nothing_and_a_cleared_start_trains(script, amp, weights):
+    scaled = Trainees(amp, sgd, weights, (SCALE, 4.0) if script is a_loss_each else (SCALE, SCALE))
     with pytest.raises(ampx.ProtocolError, match="zero_grad"):
-        a_loss_each(scaled)
+        script(scaled)
     stopped_at = scaled.values()
     scaled.zero_grad()
     np.testing.assert_array_equal(scaled.values(), stopped_at)
@@ -148,15 +153,3 @@ def test_scales_by_loss_id_are_refused_where_another_optimizer_waits_for_the_gra
     with pytest.raises(ampx.ProtocolError, match=r"shares parameters with another.*Leave loss_id out"):
         backward(scaled.loss(), scaled.opts, loss_id=1)
     np.testing.assert_array_equal([parameter.grad.numpy() for parameter in scaled.parameters], before)
-
-
-def test_gradients_that_the_other_brings_to_its_scale_meanwhile_are_stepped_with_rightly(amp, weights):
-    """Also where its loss does not reach the shared parameter, so that no backward tells."""
-    plain, scaled = Trainees(None, sgd, weights), Trainees(amp, sgd, weights)
-    for trainees in (plain, scaled):
-        trainees.backward(trainees.loss(), 0, 1)
-        trainees.step(0)
-        trainees.backward(trainees.parameters[0].sum(), 0)
-        trainees.step(1)
-        trainees.step(0)
-    np.testing.assert_array_equal(scaled.values(), plain.values())

@@ -11,6 +11,7 @@ from paddle.static.pir_io import get_pir_parameters
 
 import ampx
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
+from ampx_paddle.static import StaticOptimizer
 
 WHERE = {"float32": "cpu, static graphs/float32/O0", "bfloat16": "cpu, static graphs/bfloat16/O1"}
 # Paddle says so of its own optimizers while they build a program.
@@ -361,3 +362,7 @@ def test_what_saves_a_program_finds_the_optimizers_state(optimizer):
         names.append(sorted(value.name for value in variables if not value.name.startswith("ampx_")))
     assert names[0] == names[1]
     assert len(names[0]) > 2
+
+
+def test_a_wrapper_whose_init_did_not_run_has_no_names_of_an_optimizer():
+    assert not hasattr(StaticOptimizer.__new__(StaticOptimizer), "get_lr")

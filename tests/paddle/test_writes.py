@@ -163,6 +163,22 @@ def test_true_gradients_are_not_taken_for_those_of_a_scaled_loss_that_reached_no
     assert (parameter.item(), other.item()) == (0.5, 0.5)
 
 
+def test_a_late_backward_is_not_taken_for_ones_own_after_a_backward_in_the_body(amp, weights, backward):
+    """Of equal loss scales nobody can tell which of the losses wrote; here one that was not scaled did."""
+    parameter, other = weights(1.0), weights(1.0)
+    opt, late = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[owned])) for owned in (parameter, other))
+    backward(parameter.sum(), opt)
+    with ampx.scale_loss(other.sum(), late) as scaled:
+        pass
+    (parameter * 3).sum().backward()
+    scaled.backward()
+    with pytest.raises(ampx.ProtocolError, match=r"outside of scale_loss has added.*Call opt\.zero_grad"):
+        opt.step()
+    assert parameter.item() == 1.0
+    late.step()
+    assert other.item() == 0.5
+
+
 def test_a_scaled_loss_that_runs_backward_after_unscale_is_refused(amp, weights):
     """It would add scaled gradients to true ones."""
     parameter = weights(1.0)

@@ -1,15 +1,18 @@
 """Every optional room can be taken out: the rest imports, passes the kit on the toy, and trains README's lines."""
 
 import ast
+import compileall
 import functools
 import importlib.util
 import re
 import shutil
 import sys
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 
+from import_graphs import at_import, modules_in, names_imported, with_parents
 from processes import run_python
 
 if sys.version_info >= (3, 11):
@@ -118,13 +121,24 @@ def paths_of(room, root):
     return [path for pattern in ROOMS[room][0] for path in root.glob(pattern)]
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the tree in which is compiled, once for all rooms, what they import."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in ("ampx", "backends", "tests/kit/toy"):
+        copy = shutil.copytree(
+            ROOT / name, folder / Path(name).name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+        )
+        for top in [copy / f"ampx_{framework}" for framework in INSTALLED] if name == "backends" else [copy]:
+            compileall.compile_dir(top, quiet=2, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
+    return folder
+
+
 @pytest.fixture(scope="module", params=ROOMS)
-def house(request, tmp_path_factory):
+def house(request, tree, tmp_path_factory):
     """A copy of the tree without a room, whose plugins are registered as in an installation: its room and folder."""
     folder = tmp_path_factory.mktemp("house")
-    for name in ("ampx", "backends"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests" / "kit" / "toy", folder / "toy", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(tree, folder, dirs_exist_ok=True)
     gone = paths_of(request.param, folder)
     assert gone, "the room is not where this test looks for it"
     for path in gone:
@@ -147,36 +161,10 @@ def run(folder, *command):
     return run_python(*command, cwd=folder, fresh=True, PYTHONPATH=f"{folder}:{folder / 'backends'}")
 
 
-def modules_in(top):
-    """Return the files of a package by the names of their modules."""
-    files = {}
-    for path in sorted(top.rglob("*.py")):
-        parts = path.relative_to(top.parent).with_suffix("").parts
-        files[".".join(part for part in parts if part != "__init__")] = path
-    return files
-
-
-def at_import(body):
-    """List the import statements that run when a module is imported."""
-    for node in body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from at_import(node.orelse)
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from at_import(list(ast.iter_child_nodes(node)))
-
-
 def asked_for(name, path):
     """Return the modules that a module asks for when it is imported, by a door (`import_part`, `forward`), too."""
-    home = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    tree, names = ast.parse(path.read_text()), set()
-    for node in at_import(tree.body):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        else:
-            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home)
-            names |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    tree = ast.parse(path.read_text())
+    names = {module for full in names_imported(name, path, at_import(tree.body)) for module in with_parents(full)}
     for node in tree.body:
         for call in ast.walk(node) if isinstance(node, (ast.Expr, ast.Assign)) else ():
             if isinstance(call, ast.Call) and ast.unparse(call.func) in ("forward", "import_part"):

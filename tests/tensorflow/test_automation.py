@@ -215,6 +215,18 @@ def test_a_loop_over_tapes_trains_scales_and_skips(start, dtype, traced):
     assert not np.isfinite(variable.numpy()).all()
 
 
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_function_that_computes_the_loss_alone_is_cast_the_first_time(start, dtype):
+    _, region = start(dtype)
+    values = tf.fill([64, 64], VALUE)
+    with region:
+        optimizer = keras.optimizers.SGD(1.0)
+        product = tf.function(lambda: tf.matmul(tf.nn.relu(values), tf.eye(64)) + 0.0)
+        with tf.GradientTape():
+            assert product()[0, 0] == ROUNDED[dtype]
+    assert optimizer.iterations == 0
+
+
 SMALL = 2.0**-10  # times the loss scale it fits into float16
 PRODUCTS = {
     "MatMul": lambda x: tf.matmul(x[0, 0], np.eye(4, dtype="float32")),
@@ -319,7 +331,9 @@ def test_gradients_that_belong_to_no_loss_are_left_alone(start):
         assert scaled[0].numpy().tolist() == [12.0 * 4.0]
 
 
-def test_a_graph_of_tensorflow_1_is_cast_scaled_and_recorded(start):
+@pytest.mark.parametrize("interval", [0.0, math.inf], ids=["looks at every run", "looks at the end"])
+def test_a_graph_of_tensorflow_1_is_cast_scaled_and_recorded(start, monkeypatch, interval):
+    monkeypatch.setattr("ampx_tensorflow.run.tf1._LOOK_SECONDS", interval)
     run, region = start("float16")
     with region, tf.Graph().as_default():
         variable = v1.get_variable("v", initializer=[8.0])

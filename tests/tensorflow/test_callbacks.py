@@ -40,19 +40,19 @@ def test_history_and_files_have_the_scale_and_the_skips_of_every_epoch(amp, tmp_
     opt = amp.wrap_optimizer(keras.optimizers.SGD(0.01), loss_scale=ampx.LossScale(init_scale=64.0, growth_interval=6))
     model, monitor, path = model_of(opt, **options), LossScaleMonitor(), tmp_path / "log.csv"
     bad, good = data(1, 2), data()
-    # skip, skip, then 1 + 4 + 1 good steps: the scale falls twice and grows once, in the third epoch's first step
-    first = fit(model, *bad, [monitor, keras.callbacks.CSVLogger(path)])
+    # Twice a good step, two skips and a good one; then 1 + 4 + 1 good steps, and the scale grows in the fourth epoch.
+    first = fit(model, *bad, [monitor, keras.callbacks.CSVLogger(path)], epochs=2)
     then = fit(model, *good, [monitor], epochs=2)
     assert {name: first.history[name] for name in ("loss_scale", "skipped_steps", "skipped_share")} == {
-        "loss_scale": [16.0],
-        "skipped_steps": [2],
-        "skipped_share": [0.5],
+        "loss_scale": [16.0, 4.0],
+        "skipped_steps": [2, 2],
+        "skipped_share": [0.5, 0.5],
     }
-    assert (then.history["loss_scale"], then.history["skipped_steps"]) == ([16.0, 32.0], [0, 0])
+    assert (then.history["loss_scale"], then.history["skipped_steps"]) == ([4.0, 8.0], [0, 0])
     assert then.history["scale_collapses"] == [0, 0]
     with path.open() as file:
-        (row,) = csv.DictReader(file)
-    assert (float(row["loss_scale"]), float(row["skipped_share"])) == (16.0, 0.5)
+        rows = [(float(row["loss_scale"]), float(row["skipped_share"])) for row in csv.DictReader(file)]
+    assert rows == [(16.0, 0.5), (4.0, 0.5)]
 
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["function", "eager"])

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ampx.backend import offer
 from ampx.errors import RunRefusedError
 from ampx.plugins import Registry
-from ampx.run import Automation, Run, RunSettings
+from ampx.run import Automation, LossCurve, Run, RunSettings
 
 v1 = tf.compat.v1
 BOUND = 1e-3  # between most true gradients and the same times the loss scale
@@ -610,6 +610,32 @@ def _no_checks():
 
 
 @pytest.mark.usefixtures("_no_checks")
+@pytest.mark.parametrize("compiled", [lambda function: function, tf.function], ids=["eager", "function"])
+def test_a_tape_watches_variables_of_the_script_and_none_of_the_run(compiled):
+    """Which the run has for the losses of a function, and for the loss scale that a gradient function asks for."""
+    run, region = automated()
+    run.recorder.curve = LossCurve()
+    weight = tf.Variable(2.0)
+
+    @tf.custom_gradient
+    def doubled(x):
+        return x * 2, lambda slope: slope * 2
+
+    @compiled
+    def watched(optimizer):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = doubled(weight)
+            gradient = tape.gradient(loss, weight)
+        optimizer.apply_gradients([(gradient, weight)])
+        return [variable is weight for variable in outer.watched_variables()]
+
+    with region:
+        assert all(watched(keras.optimizers.SGD(0.25)))
+    assert run.recorder.steps == 1
+    assert weight == 1.5
+
+
 @pytest.mark.parametrize("scale", [65536.0, 1.0])
 def test_checks_that_end_a_script_at_an_overflow_are_refused_where_losses_are_scaled(scale):
     _, region = automated(scale)

@@ -267,14 +267,16 @@ def test_mistakes_are_refused(amp):
 
 
 def test_a_disabled_session_adds_nothing_to_the_graph():
-    def variables(wrap):
+    def variables(opt):
         with tf.Graph().as_default():
             variable = v1.get_variable("v", initializer=1.0)
-            wrap(OPTIMIZERS["adam"]()).minimize(variable * 2.0)
+            opt.minimize(variable * 2.0)
             return sorted(variable.name for variable in v1.global_variables())
 
-    amp = ampx.init("tensorflow", enabled=False)
-    assert variables(amp.wrap_optimizer) == variables(lambda raw: raw)
+    opt = ampx.init("tensorflow", enabled=False).wrap_optimizer(OPTIMIZERS["adam"]())
+    assert opt.last_step is None
+    assert variables(opt) == variables(OPTIMIZERS["adam"]())
+    assert opt.last_step == ampx.events.UNCHECKED
 
 
 def test_a_disabled_optimizer_clips_as_asked():

@@ -182,6 +182,14 @@ def test_state_comes_back_before_and_after_the_first_step(amp, optimizers):
     assert amp.state_dict()["groups"][0]["losses"][0]["growth_tracker"] == 6
 
 
+def test_a_first_step_that_is_skipped_leaves_the_slots_that_a_step_makes(amp, optimizers):
+    variable, raw, opt = tf.Variable(1.0), optimizers.Adam(0.1), amp.wrap_optimizer(optimizers.Adam(0.1))
+    minimized(opt, variable, math.inf)
+    assert not opt.last_step.applied
+    raw.apply_gradients([(tf.constant(1.0), variable)])
+    assert len(opt.inner_optimizer.variables()) == len(raw.variables()) > 2
+
+
 def test_a_saved_model_is_wrapped_again(amp, optimizers, tmp_path):
     model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(3,))])
     opt = amp.wrap_optimizer(optimizers.Adam(0.25), loss_scale=ampx.LossScale(growth_interval=7), max_grad_norm=2.0)

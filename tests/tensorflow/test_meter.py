@@ -1,5 +1,7 @@
 """The meter: updates that round to nothing and gradients that flush, counted again by NumPy."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 from metering import count
 
 import ampx
+from ampx.formats import FORMATS
 from ampx.numerics.meter import Meter
 from ampx.numerics.rounding import sample
 from ampx.rooms import METER_EVERY
@@ -98,14 +101,15 @@ def test_steps_of_a_function_are_not_metered_unless_somebody_asks(amp):
 
 
 @pytest.mark.filterwarnings("ignore:.*emulated:ampx.errors.PrecisionWarning")
-def test_lost_updates_of_low_precision_variables_are_told_in_functions_unasked():
-    """At O3 there is no float32 copy: of weights of 1, bfloat16 loses every update of a thousandth."""
-    amp = ampx.init("tensorflow", dtype="bfloat16", device="cpu", level="O3")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lost_updates_of_low_precision_variables_are_told_in_functions_unasked(dtype):
+    """At O3 there is no float32 copy: of weights of 1, either dtype loses every update of 2**-13."""
+    amp = ampx.init("tensorflow", dtype=dtype, device="cpu", level="O3", loss_scale=2.0**8)
     events = []
     amp.on_event(events.append)
     ones = keras.initializers.Ones()
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False, kernel_initializer=ones)])
-    model, opt = amp.prepare(model, amp.wrap_optimizer(keras.optimizers.SGD(2.0**-10)))
+    model, opt = amp.prepare(model, amp.wrap_optimizer(keras.optimizers.SGD(2.0**-13)))
     variables = model.trainable_variables
 
     @tf.function
@@ -117,7 +121,8 @@ def test_lost_updates_of_low_precision_variables_are_told_in_functions_unasked()
     for _ in range(METER_EVERY):
         step()
     (entry,) = opt.meter.parameters
-    assert (opt.meter.step, entry.dtype, entry.moved, entry.unchanged) == (METER_EVERY, "bfloat16", 6, 6)
+    assert (opt.meter.step, entry.dtype, entry.moved, entry.unchanged) == (METER_EVERY, dtype, 6, 6)
+    assert entry.headroom == pytest.approx(math.log2(FORMATS[dtype].largest) - 8)
     assert [event.lost for event in events if isinstance(event, ampx.PrecisionLost)] == [1.0]
     assert model.get_weights()[0].tolist() == [[1.0] * 3] * 2
 

@@ -161,6 +161,21 @@ def test_operations_name_their_module_and_line_also_backward():
     assert {entry.place for entry in products} == {f"{__file__}:{line}"}
 
 
+def test_layers_of_one_name_in_a_layer_are_numbered():
+    class Sum(keras.layers.Layer):
+        def __init__(self):
+            super().__init__(name="sum")
+            self.parts = [keras.layers.Dense(2, name="part") for _ in range(3)]
+
+        def call(self, inputs):
+            return sum(part(inputs) for part in self.parts)
+
+    model = keras.Sequential([keras.Input((3,)), Sum()])
+    with PROBE.watch(model, Watching()) as watch:
+        model(tf.constant(X))
+    assert list(modules(watch.readings())) == ["sum.part", "sum.part_2", "sum.part_3", "sum", ""]
+
+
 def test_masks_survive_and_a_module_that_is_no_layer_is_seen():
     masked = keras.Sequential([keras.layers.Masking(), keras.layers.LSTM(2)])
     inputs = np.array([[[1.0], [2.0], [0.0]]], "float32")

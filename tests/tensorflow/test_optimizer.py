@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import ampx
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
+from ampx_tensorflow import gradients
 
 MODES = {
     "eager": lambda function: function,
@@ -388,6 +389,15 @@ def test_a_scale_below_one_never_writes_inf(mode):
     step()
     assert not opt.last_step.applied
     assert variable.numpy().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_gradients_are_divided_in_float32_or_wider_and_keep_their_dtype(dtype):
+    """float16 has no 2**16, and float32 none of the two numbers next to 1 that float64 has."""
+    values = tf.constant([1.0, -1.5 * 2.0**14, 1.0 + 2.0**-40], dtype)
+    (divided,) = gradients.unscale([values], tf.constant(2.0**16))
+    assert divided.dtype == values.dtype
+    assert divided.numpy().astype("float64").tolist() == (values.numpy().astype("float64") / 2.0**16).tolist()
 
 
 def test_a_scale_that_is_one_neither_multiplies_nor_divides(mode):

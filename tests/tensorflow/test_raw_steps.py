@@ -105,6 +105,17 @@ def test_one_function_scales_and_the_raw_one_steps_outside_of_it(keras_pair):
     assert variable.numpy()[0] == pytest.approx(0.8)
 
 
+def test_a_function_scales_for_one_of_a_list_and_the_raw_one_of_another_steps(amp):
+    raw, other = KINDS["keras"](), KINDS["keras"]()
+    opt, _ = amp.wrap_optimizer([raw, other])
+    variable, slope = tf.Variable([1.0]), tf.constant([1.0])
+    tf.function(lambda: scaled_gradient(opt, variable))()
+    other.apply_gradients([(slope, variable)])
+    with pytest.raises(ampx.RawStepError):
+        raw.apply_gradients([(slope, variable)])
+    assert variable.numpy()[0] == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("traced_before", [False, True])
 def test_the_raw_one_steps_in_a_function_while_gradients_wait(keras_pair, traced_before):
     """Traced while they wait, it is an error of ampx; traced earlier, TensorFlow's assertion says it."""
@@ -137,6 +148,19 @@ def test_in_a_graph_of_tensorflow_1(amp):
             session.run(v1.global_variables_initializer())
             session.run(train)
             assert session.run(variable)[0] == pytest.approx(0.9)
+
+
+def test_in_a_graph_of_tensorflow_1_it_still_waits_for_what_it_depends_on(amp):
+    with tf.Graph().as_default():
+        variable, done = v1.get_variable("v", initializer=[1.0]), v1.get_variable("done", initializer=False)
+        raw = v1.train.GradientDescentOptimizer(0.5)
+        opt = amp.wrap_optimizer(raw)
+        with tf.control_dependencies([v1.assign(done, True)]):
+            train = raw.apply_gradients([(tf.constant([1.0]), variable)])
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            session.run(train)
+            assert (session.run(variable).tolist(), session.run(done), opt.loss_scale) == ([0.5], True, 2.0**16)
 
 
 def test_copies_and_fit_are_not_in_the_way(amp):

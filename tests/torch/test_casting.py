@@ -22,8 +22,6 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 def restored():
     """No test may leave anything behind, and every session must put back what it found."""
     torch.set_num_threads(1)
-    gc.collect()
-    torch.set_autocast_cache_enabled(True)  # regions that tests of other files interrupt may leave it off
     before = flags()
     yield
     ampx.shutdown()

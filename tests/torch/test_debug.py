@@ -1,7 +1,6 @@
 import copy
 import dataclasses
 import math
-import warnings
 from collections import namedtuple
 
 import pytest
@@ -130,22 +129,6 @@ def test_a_raw_optimizer_is_refused():
     ampx.init("torch", dtype="float32")
     with pytest.raises(ampx.NotWrappedError, match="SGD"):
         debug.nonfinite_parameters(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-
-
-def test_collapse_warns_once_and_names_the_parameters():
-    ampx.init("torch", dtype="float32", loss_scale=ampx.LossScale(max_consecutive_skips=2))
-    model = two_layers()
-    opt = ampx.wrap_optimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(4):
-            backward(model(torch.ones(1, 3)).sum(), opt)
-            overflow_in(model[0].bias, INF)
-            opt.step()
-            opt.zero_grad()
-    assert [warning.category for warning in caught] == [ampx.ScaleCollapsedWarning]
-    assert "2 steps in a row" in str(caught[0].message)
-    assert "not finite: 0.bias." in str(caught[0].message)
 
 
 # -- trace_overflow ----------------------------------------------------------------------------------

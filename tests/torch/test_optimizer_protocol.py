@@ -261,32 +261,6 @@ def test_a_failed_update_can_be_repeated_and_is_not_unscaled_twice(amp, backward
     assert parameter.tolist() == [0.0, 0.0]
 
 
-def test_a_run_resumed_from_optimizer_and_session_states_is_bit_identical(amp, backward, same):
-    def make():
-        torch.manual_seed(6)
-        model = nn.Linear(3, 1)
-        config = ampx.LossScale(growth_interval=2)
-        return model, ampx.wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), loss_scale=config)
-
-    def advance(model, opt, steps):
-        for step in steps:
-            opt.zero_grad()
-            backward((model(torch.full((2, 3), float(step))) ** 2).mean() * (INF if step == 3 else 1.0), opt)
-            opt.step()
-
-    model, opt = make()
-    advance(model, opt, range(4))
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict(opt)))
-    advance(model, opt, range(4, 8))
-    other_model, other = make()
-    other_model.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2], other)
-    advance(other_model, other, range(4, 8))
-    assert same(other_model.state_dict(), model.state_dict())
-    assert amp.state_dict(other)["groups"] == amp.state_dict(opt)["groups"]
-
-
 def test_after_a_failed_reduction_nothing_is_divided_again(amp, backward, monkeypatch):
     parameter, raw = parameter_and_optimizer()
     opt = ampx.wrap_optimizer(raw, process_group=object())

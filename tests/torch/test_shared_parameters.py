@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from shared_parameters import CLIPS, SCRIPTS, a_loss_each, both_at_once
+from shared_parameters import CLIPS, REFUSED, SCRIPTS, a_loss_each, both_at_once
 from torch import nn
 
 import ampx
@@ -32,6 +32,10 @@ class Trainees:
     def loss(self, number=1.0):
         first, second, shared = self.parameters
         return (number * shared * first).sum() + (shared * second).pow(2).sum()
+
+    def own(self, index):
+        """Return a loss of what only one of them holds."""
+        return self.parameters[index].sum()
 
     def backward(self, loss, *which):
         if self.amp is None:
@@ -125,16 +129,21 @@ def test_a_parameter_that_is_shared_since_add_param_group(amp):
     assert all(itertools.starmap(torch.equal, zip(train(Trainees(amp, OPTIMIZERS["sgd"])), plain, strict=True)))
 
 
-def test_losses_of_different_scales_on_one_parameter_are_refused_and_a_cleared_start_trains(amp):
-    plain = Trainees(None, OPTIMIZERS["sgd"])
-    scaled = Trainees(amp, OPTIMIZERS["sgd"], (SCALE, 4.0))
-    before = copy.deepcopy(scaled.parameters)
-    scaled.backward(scaled.loss(), 0)
-    scaled.backward(scaled.loss(), 1)
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.25)
+
+
+@pytest.mark.parametrize("script", [a_loss_each, *REFUSED], ids=lambda script: script.__name__)
+def test_what_is_refused_changes_nothing_and_a_cleared_start_trains(script, amp):
+    plain = Trainees(None, sgd)
+    scaled = Trainees(amp, sgd, (SCALE, 4.0) if script is a_loss_each else (SCALE, SCALE))
     with pytest.raises(ampx.ProtocolError, match="scale_loss with all the optimizers whose gradients"):
-        scaled.step(0)
-    assert all(itertools.starmap(torch.equal, zip(scaled.parameters, before, strict=True)))
+        script(scaled)
+    stopped_at = copy.deepcopy(scaled.parameters)
     scaled.zero_grad()
+    assert all(itertools.starmap(torch.equal, zip(scaled.parameters, stopped_at, strict=True)))
+    for own, value in zip(plain.parameters, stopped_at, strict=True):
+        own.data.copy_(value.data)
     for trainees in (plain, scaled):
         both_at_once(trainees)
     assert all(itertools.starmap(torch.equal, zip(scaled.parameters, plain.parameters, strict=True)))

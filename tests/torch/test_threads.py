@@ -38,17 +38,6 @@ def test_native_autocast_is_off_in_new_threads():
         torch.set_autocast_enabled("cpu", False)
 
 
-def test_enter_thread_switches_casting_on_in_a_new_thread():
-    ampx.init("torch", dtype="bfloat16", device="cpu")
-    assert in_thread(lambda: (ampx.enter_thread(), product_dtype())[1]) == torch.bfloat16
-
-
-def test_enter_thread_initializes_a_pool():
-    amp = ampx.init("torch", dtype="bfloat16", device="cpu")
-    with ThreadPoolExecutor(2, initializer=amp.enter_thread) as pool:
-        assert [pool.submit(product_dtype).result() for _ in range(4)] == [torch.bfloat16] * 4
-
-
 def test_enter_thread_keeps_the_weight_cache_off():
     amp = ampx.init("torch", dtype="bfloat16", device="cpu")
     linear, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)

@@ -15,7 +15,8 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, astuple, dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Final, TypeAlias
 
 import pytest
@@ -32,6 +33,7 @@ from ampx.testing.reference import (
     Gradients,
     ReferenceOptimizer,
     ReferenceScale,
+    Result,
     elements,
     is_finite,
     norm_of,
@@ -149,6 +151,70 @@ class Trainee:
         if self.fails:
             self.fails = False
             raise PlannedError("update")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One `scale_loss` block."""
+
+    receivers: list[Trainee]  # whose loss it is
+    reached: list[Trainee]  # whose parameters it depends on
+    loss_id: int
+    transparent: bool  # the loss is not scaled: a session is disabled
+
+    @property
+    def references(self) -> list[ReferenceOptimizer]:
+        """The receivers, as they have to come out."""
+        return [trainee.reference for trainee in self.receivers]
+
+    @property
+    def cleared(self) -> list[ReferenceOptimizer]:
+        """Receivers that were unscaled without gradients."""
+        return [
+            reference
+            for reference in self.references
+            if reference.phase == "unscaled" and not any(elements(reference.true or []))
+        ]
+
+    @property
+    def frozen(self) -> list[float]:
+        """The scales that pending gradients of the same loss carry; an optimizer that counts as cleared has none."""
+        carrying = [reference for reference in self.references if reference not in self.cleared]
+        return [reference.carried[self.loss_id] for reference in carrying if self.loss_id in reference.carried]
+
+    @property
+    def factor(self) -> float:
+        """The scale that its loss gets: that of pending gradients, else the smallest current one."""
+        if self.transparent:
+            return 1.0
+        return next(iter(self.frozen), min(reference.scale.scale(self.loss_id) for reference in self.references))
+
+    @property
+    def mixes(self) -> bool:
+        """Whether gradients of another loss are pending."""
+        return any(set(reference.carried) - {self.loss_id} for reference in self.references)
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether it is promised what comes of it."""
+        # With several losses nobody can say whose gradients left ones are.
+        if any(trainee.doubtful and set(trainee.reference.carried) - {self.loss_id} for trainee in self.receivers):
+            return False
+        # Whether zeros are gradients of the other loss is told differently.
+        if any(
+            reference.carried and self.loss_id not in reference.carried and not any(elements(reference.sum()[0]))
+            for reference in self.references
+            if reference not in self.cleared
+        ):
+            return False
+        # Wrappers may multiply what is there by the scale, and large numbers overflow then.
+        return self.transparent or not any(
+            _has_large(reference.extra) or _has_large(reference.true or []) for reference in self.references
+        )
+
+    def counts(self, body: str) -> bool:
+        """Return whether gradients of such a body are scaled ones of its receivers."""
+        return not self.transparent and body != "raises after"
 
 
 class Training(RuleBasedStateMachine):
@@ -300,115 +366,104 @@ class Training(RuleBasedStateMachine):
         self, receivers: list[Trainee], reached: list[Trainee], loss_id: int, wishes: Sequence[Gradients], body: str
     ) -> bool:
         """Run one body; return whether it ended well."""
+        block = self._block(receivers, reached, loss_id)
+        if not block.is_promised:
+            return False
+        left = {id(trainee): self._cleared(trainee) for trainee in block.receivers} if self.implicit else {}
+        must, may = self._refusals(block)
+        body = "plain" if must or may else self._body(body, block)
+        factor = block.factor if block.counts(body) and not block.cleared else None
+        slopes = [
+            self._tamed(trainee, wish, loss_id, factor if trainee in block.receivers else None)
+            for trainee, wish in zip(block.reached, wishes, strict=False)
+        ]
+        run = partial(self._differentiate if self.values else self._run_body, block, slopes, body)
+        if must is not None:
+            self._refused(must, run)
+            return False
+        return self._allowed(may, run) and self._follow(block, slopes, body, left)
+
+    def _block(self, receivers: list[Trainee], reached: list[Trainee], loss_id: int) -> Block:
         if self.values:
             receivers, reached = receivers[:1], receivers[:1]
-        references = [trainee.reference for trainee in receivers]
-        if any(trainee.doubtful and set(trainee.reference.carried) - {loss_id} for trainee in receivers):
-            return False  # with several losses nobody can say whose gradients these are
-        transparent = not self.amp.enabled or any(not reference.scale.enabled for reference in references)
+        transparent = not self.amp.enabled or any(not trainee.reference.scale.enabled for trainee in receivers)
         # An optimizer of a disabled session is a raw one: ampx does not watch what a scaled loss does to it.
         reached = [trainee for trainee in reached if transparent or trainee.reference.scale.enabled] or receivers
-        cleared = [
-            reference
-            for reference in references
-            if reference.phase == "unscaled" and not any(elements(reference.true or []))
-        ]
-        factor = None if transparent or cleared else self._factor(references, loss_id)
-        if any(
-            reference.carried
-            and loss_id not in reference.carried
-            and reference not in cleared
-            and not any(elements(reference.sum()[0]))
-            for reference in references
-        ):
-            return False  # whether zeros are gradients of the other loss is told differently
-        if not transparent and any(
-            _has_large(reference.extra) or _has_large(reference.true or []) for reference in references
-        ):
-            return False  # wrappers may multiply what is there by the scale, and large numbers overflow then
-        left = {id(trainee): self._cleared(trainee) for trainee in receivers} if self.implicit else {}
-        must, may = self._refusals(receivers, loss_id, transparent)
-        body = "plain" if must or may else self._body(body, receivers, loss_id, transparent)
-        counts = not transparent and body != "raises after"
-        slopes = [
-            self._tamed(trainee, wish, loss_id, factor if trainee in receivers and counts else None)
-            for trainee, wish in zip(reached, wishes, strict=False)
-        ]
-        if must is not None:
-            self._refused(must, lambda: self._run_body(receivers, reached, slopes, loss_id, body))
-            return False
-        if not self._allowed(may, lambda: self._run_body(receivers, reached, slopes, loss_id, body)):
-            return False
-        for reference in cleared:
+        return Block(receivers, reached, loss_id, transparent)
+
+    def _follow(self, block: Block, slopes: list[Gradients], body: str, left: dict[int, Gradients]) -> bool:
+        """Do in arithmetic what a body did; return whether it ended well."""
+        for reference in block.cleared:
             reference.forget()  # there were no gradients, so another window begins
-        for reference in references:
-            reference.mixed = reference.mixed or bool(set(reference.carried) - {loss_id})
-        factor = 1.0 if transparent else self._factor(references, loss_id)
+        for reference in block.references:
+            reference.mixed = reference.mixed or bool(set(reference.carried) - {block.loss_id})
         if body == "raises before":
             return False
-        for trainee in receivers:
+        factor = block.factor
+        for trainee in block.receivers:
             if body == "clears":
                 trainee.reference.drop(left[id(trainee)])
                 trainee.doubtful = False
-            if not transparent and body != "raises after":
-                trainee.reference.enter(loss_id, factor)
-        for trainee, gradients in zip(reached, slopes, strict=True):
-            self._reach(trainee, gradients, factor, loss_id, trainee in receivers and not transparent)
+            if block.counts(body):
+                trainee.reference.enter(block.loss_id, factor)
+        for trainee, gradients in zip(block.reached, slopes, strict=True):
+            scaled = trainee in block.receivers and not block.transparent
+            self._reach(trainee, gradients, factor, block.loss_id, scaled)
         return body != "raises after"
 
-    def _body(self, body: str, receivers: list[Trainee], loss_id: int, transparent: bool) -> str:
+    def _body(self, body: str, block: Block) -> str:
         """Return the action of the body: the one drawn, or a legal one in its place."""
-        mixes = any(set(trainee.reference.carried) - {loss_id} for trainee in receivers)
-        if body == "raises after" and (mixes or not self.implicit):
+        if body == "raises after" and (block.mixes or not self.implicit):
             return "raises before"
+        scaled = not block.transparent
         sensible = {
-            "steps": not transparent and not self.values,
-            "nests": not transparent and not self.values,
-            "clears": not transparent and self.implicit and not mixes,
-            "steps the raw optimizer": not transparent and self.harness.guards_raw_steps,
+            "steps": scaled and not self.values,
+            "nests": scaled and not self.values,
+            "clears": scaled and self.implicit and not block.mixes,
+            "steps the raw optimizer": scaled and self.harness.guards_raw_steps,
         }
         return body if sensible.get(body, True) else "plain"
 
-    def _run_body(
-        self, receivers: list[Trainee], reached: list[Trainee], slopes: list[Gradients], loss_id: int, body: str
-    ) -> None:
-        if self.values:
-            self._differentiate(receivers[0], slopes[0], loss_id, body)
-            return
+    def _run_body(self, block: Block, slopes: list[Gradients], body: str) -> None:
         harness = self.harness
-        parameters = [parameter for trainee in reached for parameter in trainee.bench.parameters]
+        parameters = [parameter for trainee in block.reached for parameter in trainee.bench.parameters]
         loss = harness.loss(parameters, _flat(slopes))
-        opts = [trainee.bench.opt for trainee in receivers]
+        opts = [trainee.bench.opt for trainee in block.receivers]
         with (
             pytest.raises(PlannedError, match="body") if body.startswith("raises") else nullcontext(),
-            ampx.scale_loss(loss, opts[0] if len(opts) == 1 else opts, loss_id=loss_id) as scaled,
+            ampx.scale_loss(loss, opts[0] if len(opts) == 1 else opts, loss_id=block.loss_id) as scaled,
         ):
             if body == "raises before":
                 raise PlannedError("body")
             if body == "clears":
-                for trainee in receivers:
-                    harness.zero_grad(trainee.bench.opt)
+                for opt in opts:
+                    harness.zero_grad(opt)
             grads = harness.backward(scaled, parameters)
-            if body == "steps":
-                self._refused(ampx.NestedScaleError, lambda: self._call_step(receivers[0], grads))
-            elif body == "nests":
-                again = harness.loss(parameters, _flat([_triple(1.0)] * len(reached)))
-                self._refused(ampx.NestedScaleError, lambda: ampx.scale_loss(again, opts[0]).__enter__())
-            elif body == "steps the raw optimizer":
-                self._refused(ampx.RawStepError, lambda: harness.plain_step(receivers[0].bench.raw, grads))
-            elif body == "raises after":
-                raise PlannedError("body")
+            self._misuse(block.receivers[0], parameters, grads, body)
         if not body.startswith("raises") and grads is not None:
-            for position, trainee in enumerate(reached):
+            for position, trainee in enumerate(block.reached):
                 trainee.bench.receive(grads[2 * position : 2 * position + 2])
 
-    def _differentiate(self, trainee: Trainee, slopes: Gradients, loss_id: int, body: str) -> None:
+    def _misuse(self, trainee: Trainee, parameters: list[Any], grads: list[Any] | None, body: str) -> None:
+        """Do what a script must not do in a body that has run backward."""
+        if body == "steps":
+            self._refused(ampx.NestedScaleError, lambda: self._call_step(trainee, grads))
+        elif body == "nests":
+            again = self.harness.loss(parameters, _flat([_triple(1.0)] * (len(parameters) // len(START))))
+            self._refused(ampx.NestedScaleError, lambda: ampx.scale_loss(again, trainee.bench.opt).__enter__())
+        elif body == "steps the raw optimizer":
+            self._refused(ampx.RawStepError, lambda: self.harness.plain_step(trainee.bench.raw, grads))
+        elif body == "raises after":
+            raise PlannedError("body")
+
+    def _differentiate(self, block: Block, slopes: list[Gradients], body: str) -> None:
         """Do the same where gradients are those of a function."""
-        harness, bench = self.harness, trainee.bench
+        harness, bench = self.harness, block.receivers[0].bench
         assert isinstance(harness, ValueHarness)
 
         def scaled_loss(parameters: list[Any]) -> Any:
-            with ampx.scale_loss(harness.loss(parameters, _flat([slopes])), bench.opt, loss_id=loss_id) as scaled:
+            loss = harness.loss(parameters, _flat(slopes))
+            with ampx.scale_loss(loss, bench.opt, loss_id=block.loss_id) as scaled:
                 if body.startswith("raises"):
                     raise PlannedError("body")
                 return scaled
@@ -416,42 +471,29 @@ class Training(RuleBasedStateMachine):
         with pytest.raises(PlannedError, match="body") if body.startswith("raises") else nullcontext():
             bench.receive(harness.differentiate(scaled_loss, bench.parameters))
 
-    def _refusals(
-        self, receivers: list[Trainee], loss_id: int, transparent: bool
-    ) -> tuple[type[Exception] | None, type[Exception] | None]:
+    def _refusals(self, block: Block) -> tuple[type[Exception] | None, type[Exception] | None]:
         """Return two errors of `scale_loss`: one that it must raise, and one that it may raise."""
-        references = [trainee.reference for trainee in receivers]
         if not self.active:
             return ampx.NotInitializedError, None
-        if transparent:
+        if block.transparent:
             pending = any(
-                reference.phase != "idle" or (self.values and reference.scale.enabled) for reference in references
+                reference.phase != "idle" or (self.values and reference.scale.enabled) for reference in block.references
             )
             return (ampx.ProtocolError if pending else None), None
-        if loss_id and not self.suite.declares("per_loss_scales"):
+        if block.loss_id and not self.suite.declares("per_loss_scales"):
             return ampx.UnsupportedByBackendError, None
         if self.values:
             return None, None
-        # An optimizer unscaled without gradients may count as cleared, and then carries no scale.
-        carrying = [
-            reference for reference in references if reference.phase == "scaled" or any(elements(reference.true or []))
-        ]
-        if len({reference.carried[loss_id] for reference in carrying if loss_id in reference.carried}) > 1:
+        if len(set(block.frozen)) > 1 or any(map(self._is_unscaled, block.receivers)):
             return ampx.ProtocolError, None
-        may = None
-        for trainee in receivers:
-            reference = trainee.reference
-            if reference.phase == "unscaled" or trainee.doubtful:
-                may = ampx.ProtocolError
-            certain = reference.phase == "unscaled" and not trainee.doubtful and not trainee.bench.opt.ampx_member.mixes
-            if certain and any(elements(reference.true or [])):  # zeros may be taken for no gradients
-                return ampx.ProtocolError, None
-        return None, may
+        doubtful = any(trainee.doubtful or trainee.reference.phase == "unscaled" for trainee in block.receivers)
+        return None, ampx.ProtocolError if doubtful else None
 
-    def _factor(self, references: Sequence[ReferenceOptimizer], loss_id: int) -> float:
-        """Return the scale that a backward carries: that of pending gradients, else the smallest current one."""
-        frozen = [reference.carried[loss_id] for reference in references if loss_id in reference.carried]
-        return frozen[0] if frozen else min(reference.scale.scale(loss_id) for reference in references)
+    def _is_unscaled(self, trainee: Trainee) -> bool:
+        """Return whether there are surely unscaled gradients, to which no scaled ones may be added."""
+        certain = trainee.reference.phase == "unscaled" and not trainee.doubtful
+        # Zeros may be taken for no gradients.
+        return certain and not trainee.bench.opt.ampx_member.mixes and any(elements(trainee.reference.true or []))
 
     def _reach(self, trainee: Trainee, slopes: Gradients, factor: float, loss_id: int, scaled: bool) -> None:
         """Note gradients that reached an optimizer's parameters."""
@@ -469,20 +511,24 @@ class Training(RuleBasedStateMachine):
 
     def _tamed(self, trainee: Trainee, wish: Gradients, loss_id: int, factor: float | None) -> Gradients:
         """Return the gradients wished for, or smaller ones where more would not be exact or is not promised."""
-        reference = trainee.reference
         plain = factor is None or trainee.doubtful
         if not is_finite(wish):
             return _triple(0.25) if plain else wish
         if _has_large(wish):
-            # Several losses may be added scaled or true; that comes to the same only far from the largest number.
-            factors = {factor, *reference.carried.values()}
-            # Where gradients are values, only their sum is seen, which carries one scale.
-            alike = not set(reference.carried) - {loss_id} or (
-                self.implicit and all(factor and not 1 < factor < 2.0**30 for factor in factors)
-            )
-            return wish if alike and not plain and reference.is_small else _triple(0.25)
+            return _triple(0.25) if plain or not self._bears_large(trainee.reference, loss_id, factor) else wish
         # Zeros that were never scaled may count as no gradients.
         return wish if any(elements(wish)) or not plain else _triple(0.5)
+
+    def _bears_large(self, reference: ReferenceOptimizer, loss_id: int, factor: float | None) -> bool:
+        """Return whether sums with large gradients are exact.
+
+        Several losses may be added scaled or unscaled; that comes to the same only far from the largest number. Where
+        gradients are values, only their sum is seen, which carries one scale.
+        """
+        if not reference.is_small or not set(reference.carried) - {loss_id}:
+            return reference.is_small
+        factors = {factor, *reference.carried.values()}
+        return self.implicit and all(factor and not 1 < factor < 2.0**30 for factor in factors)
 
     @rule(which=WHICH, behind=st.booleans())
     def clear(self, which: int, behind: bool) -> None:
@@ -538,9 +584,7 @@ class Training(RuleBasedStateMachine):
         if reference.phase == "unscaled":
             reference.true = slopes
         elif reference.phase == "idle":
-            # Where the framework does not know them for gradients, there is nothing to step with.
-            if self._allowed(ampx.ProtocolError, lambda: self._call_step(trainee, None)):
-                reference.scale.step_without_gradients(reference)
+            self._step_without_gradients(trainee)  # where the framework does not know them for gradients
             self._clear(trainee)
         self._verify()
 
@@ -615,25 +659,27 @@ class Training(RuleBasedStateMachine):
         self._verify()
 
     def _step(self, trainee: Trainee, interruption: str) -> None:
-        bench, reference, grads = trainee.bench, trainee.reference, trainee.bench.pending
+        reference = trainee.reference
+        gradients, finite = reference.sum()
+        applies = all(finite.values()) and _has_any(gradients)
         if reference.scale.enabled and reference.phase == "idle":
             self._step_idle(trainee)
-            return
-        gradients, finite = reference.sum()
-        if not reference.scale.enabled and not elements(gradients):
-            return  # the raw optimizer's own affair
-        counts = any(vector is not None for vector in gradients)
-        applies = counts and all(finite.values())
-        if applies and reference.max_grad_norm and not _clips_exactly(gradients, reference.max_grad_norm):
+        elif not reference.scale.enabled and not elements(gradients):
+            pass  # the raw optimizer's own affair
+        elif applies and not _clips_exactly(gradients, reference.max_grad_norm or math.inf):
             self._clear(trainee)
-            return
-        may = ampx.ProtocolError if trainee.doubtful else None
-        if interruption == "update" and applies and not self.values:
-            self._interrupt(trainee, may)
-            return
+        elif interruption == "update" and applies and not self.values:
+            self._interrupt(trainee)
+        else:
+            self._step_pending(trainee, interruption, applies)
+
+    def _step_pending(self, trainee: Trainee, interruption: str, applies: bool) -> None:
+        """Step with pending gradients; where they overflowed, or there are none, nothing changes."""
+        bench, reference, grads = trainee.bench, trainee.reference, trainee.bench.pending
+        counts = _has_any(reference.sum()[0])
         before = bench.snapshot()
-        if may is not None:
-            if not self._allowed(may, lambda: self._call_step(trainee, grads)):
+        if trainee.doubtful:
+            if not self._allowed(ampx.ProtocolError, lambda: self._call_step(trainee, grads)):
                 return
             left = reference.step()
         else:
@@ -642,15 +688,13 @@ class Training(RuleBasedStateMachine):
                 self._step_for_a_listener_that_raises(trainee, grads)
             else:
                 self._call_step(trainee, grads)
-        if not applies:
-            assert bench.snapshot() == before
+        assert applies or bench.snapshot() == before
         self.suite.executed += counts
         bench.pending, trainee.spent = None, grads
         if self.implicit and not reference.scale.enabled:
             self._clear(trainee)
         elif self.implicit:
-            reference.extra = left
-            trainee.doubtful = reference.scale.enabled and counts
+            reference.extra, trainee.doubtful = left, counts
 
     def _step_for_a_listener_that_raises(self, trainee: Trainee, grads: list[Any] | None) -> None:
         """Step; the listener raises at the last event, when everything is complete."""
@@ -675,11 +719,15 @@ class Training(RuleBasedStateMachine):
             self._refused(ampx.ProtocolError, lambda: self._call_step(trainee, None))
         elif not self.harness.clears_to_zero and elements(reference.extra):
             pass  # zeros that nobody cleared may be taken for gradients or not
-        elif self._allowed(ampx.ProtocolError, lambda: self._call_step(trainee, None)):
-            # Stale gradients, cleared or not, are an error in some frameworks.
-            reference.scale.step_without_gradients(reference)
+        else:
+            self._step_without_gradients(trainee)
 
-    def _interrupt(self, trainee: Trainee, may: type[Exception] | None) -> None:
+    def _step_without_gradients(self, trainee: Trainee) -> None:
+        """Step where nothing is to be applied; stale gradients, cleared or not, are an error in some frameworks."""
+        if self._allowed(ampx.ProtocolError, lambda: self._call_step(trainee, None)):
+            trainee.reference.scale.step_without_gradients(trainee.reference)
+
+    def _interrupt(self, trainee: Trainee) -> None:
         """Step, and have the raw optimizer's update raise before it changes anything."""
         bench, grads = trainee.bench, trainee.bench.pending
         if not trainee.watched:
@@ -692,7 +740,7 @@ class Training(RuleBasedStateMachine):
             with pytest.raises(PlannedError, match="update"):
                 self._call_step(trainee, grads)
 
-        if not self._allowed(may, step):
+        if not self._allowed(ampx.ProtocolError if trainee.doubtful else None, step):
             trainee.fails = False
             return
         assert bench.values() == before
@@ -926,16 +974,7 @@ class Training(RuleBasedStateMachine):
             assert self.harness.casting() == (self.inside if self.active else self.suite.outside)
 
     def _verify_closely(self, opt: Any, reference: ReferenceOptimizer) -> None:
-        result, row = self.amp.last_step(opt), reference.scale.result_of(reference)
-        if result is None or row is None:
-            assert result is None
-            assert row is None
-        else:
-            *numbers, norm = astuple(result)
-            *expected, expected_norm = row
-            assert numbers == expected
-            assert (norm is None) == (expected_norm is None)
-            assert norm is None or math.isclose(norm, expected_norm or 0.0, rel_tol=1e-6)
+        self._verify_result(self.amp.last_step(opt), reference.scale.result_of(reference))
         groups = self.amp.state_dict(opt)["groups"]
         if not reference.scale.enabled:
             assert groups == []
@@ -944,10 +983,25 @@ class Training(RuleBasedStateMachine):
         losses = [{"loss_id": loss_id, **row} for loss_id, row in sorted(reference.scale.rows().items())]
         assert groups == [{"config": reference.scale.config, "losses": losses}]
 
+    def _verify_result(self, result: ampx.StepResult | None, row: Result | None) -> None:
+        if result is None or row is None:
+            assert result is None
+            assert row is None
+            return
+        *numbers, norm = astuple(result)
+        *expected, expected_norm = row
+        assert numbers == expected
+        assert (norm is None) == (expected_norm is None)
+        assert norm is None or math.isclose(norm, expected_norm or 0.0, rel_tol=1e-6)
+
 
 def _flat(slopes: Iterable[Gradients]) -> list[list[float]]:
     """Return the gradients of several optimizers as one list."""
     return [vector for gradients in slopes for vector in gradients if vector is not None]
+
+
+def _has_any(gradients: Gradients) -> bool:
+    return any(vector is not None for vector in gradients)
 
 
 def _has_large(gradients: Gradients) -> bool:

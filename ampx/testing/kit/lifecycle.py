@@ -241,12 +241,17 @@ class LevelTests(KitTests):
         assert self.look(second) == before
 
     @requires("prepare")
-    def test_only_models_are_prepared(self) -> None:
-        """The error says what came instead."""
-        amp = self.start(level=self.levels[0])
-        for wrong in (3, "model"):
-            with pytest.raises(ampx.InvalidOptionError, match=type(wrong).__name__):
-                amp.prepare(wrong)
+    def test_only_models_and_optimizers_are_prepared(self) -> None:
+        """The error says what came instead, and comes before anything is changed."""
+        for level in self.levels:
+            amp, model = self.start(level=level), self.subject.model()
+            before = self.look(model)
+            for wrong in (3, "model"):
+                with refused(ampx.InvalidOptionError, passed=type(wrong).__name__, accepted="accepted", advice="Pass"):
+                    amp.prepare(wrong)
+                with pytest.raises(ampx.AmpxError, match=f"got .*{type(wrong).__name__}.*; accepted: "):
+                    amp.prepare(model, wrong)
+            assert self.look(model) == before
 
     @requires("master_weights")
     def test_master_weights_gather_small_updates(self) -> None:

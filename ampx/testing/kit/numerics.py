@@ -51,9 +51,9 @@ class NumericsTests(KitTests):
             amp = self.start(ampx.LossScale(init_scale=2.0**exponent))
             bench, plain = self.bench(amp, momentum=True), self.plain(momentum=True)
             for slopes in (FINITE, OTHER, FINITE):
-                assert bench.train(slopes).applied
+                assert bench.train(slopes).applied, "no gradient came through `scale`, or `unscale` finds inf or NaN"
                 plain.train_plainly(slopes)
-                assert bench.snapshot() == plain.snapshot()
+                assert bench.snapshot() == plain.snapshot(), "gradients on parameters are unscaled in place, and once"
 
     def test_scaled_loss_is_the_float32_loss_times_the_scale(self) -> None:
         """A float32 loss is multiplied by exactly the current scale."""
@@ -148,7 +148,7 @@ class ClippingTests(KitTests):
             plain.train_plainly(clipped)
             bench = self.bench(amp, max_grad_norm=bound)
             result = bench.train(slopes)
-            assert near(bench.values(), plain.values())
+            assert near(bench.values(), plain.values()), "the squares are beyond float32: add them up in float64"
             assert math.isclose(result.grad_norm, norm, rel_tol=1e-6)
             if self.declares("clip_grad_norm"):
                 bench = self.bench(amp)
@@ -199,12 +199,15 @@ class ClippingTests(KitTests):
 
     @requires("clip_grad_norm")
     def test_clip_grad_norm_unscales_and_tells_the_norm(self) -> None:
-        """It gives the true norm, and the step applies the shortened gradients without dividing again."""
+        """It returns the norm so far, the step's result the first; the step applies what is left, not divided again."""
         amp = self.start()
-        bench, plain = self.bench(amp), self.plain()
-        bench.accumulate()
-        assert math.isclose(float(amp.clip_grad_norm(bench.opt, 0.5)), NORM, rel_tol=1e-5)
-        assert math.isclose(float(amp.clip_grad_norm(bench.opt, 0.25)), 0.5, rel_tol=1e-5)
-        assert bench.step().applied
-        plain.train_plainly([[value * 0.25 / NORM for value in slopes] for slopes in FINITE])
-        assert near(bench.values(), plain.values())
+        for by_step, bound in ((None, 0.25), (0.125, 0.125)):
+            bench, plain = self.bench(amp, max_grad_norm=by_step), self.plain()
+            bench.accumulate()
+            assert math.isclose(float(amp.clip_grad_norm(bench.opt, 0.5)), NORM, rel_tol=1e-5)
+            assert math.isclose(float(amp.clip_grad_norm(bench.opt, 0.25)), 0.5, rel_tol=1e-5)
+            result = bench.step()
+            assert result.applied
+            assert math.isclose(result.grad_norm, NORM, rel_tol=1e-5)
+            plain.train_plainly([[value * bound / NORM for value in slopes] for slopes in FINITE])
+            assert near(bench.values(), plain.values())

@@ -579,6 +579,26 @@ class OrderTests(KitTests):
         assert a.values() == moved(FINITE, (FINITE[0], (0.0,)))
         assert b.values()[1] == moved(OTHER)[1]
 
+    @on_parameters
+    def test_a_body_of_one_that_shares_a_parameter_before_the_step_of_the_other(self) -> None:
+        """Two optimizers hold one parameter, and one that has stepped gets a body before the other's step."""
+        if not self.subject.shares_parameters:
+            pytest.skip(f"the harness of {self.backend.name!r} says that two which share a parameter never both wait")
+        amp = self.start()
+        a, b = self.sharing(amp)
+        three, own = [*a.parameters, b.parameters[1]], a.parameters[1:]
+        with amp.scale_loss(self.subject.loss(three, [*FINITE, OTHER[1]]), [a.opt, b.opt]) as scaled:
+            self.subject.backward(scaled, three)
+        assert a.step(forget=False).applied
+        with amp.scale_loss(self.subject.loss(own, FINITE[1:]), a.opt) as scaled:
+            self.subject.backward(scaled, own)
+        before, saved = b.snapshot(), b.saved()
+        with refused(ampx.ProtocolError, passed="scale", accepted="accepted: cleared", advice="Call opt.zero_grad"):
+            b.step(forget=False)
+        assert (b.snapshot(), b.saved()) == (before, saved)
+        self.subject.zero_grad(a.opt)
+        self.trains(b)
+
     def refuses_to_share(self) -> None:
         """Check that the gradients of one of two that share are not unscaled, before anything changes."""
         amp = self.start()

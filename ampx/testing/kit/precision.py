@@ -16,7 +16,7 @@ import pytest
 
 import ampx
 from ampx.backend import CastPlan, offer
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, digits_of
 from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Stats, Watching
 from ampx.testing.base import KitTests, requires
 from ampx.testing.checks import refused
@@ -311,6 +311,23 @@ class ForceTests(PrecisionTests):
         amp = self.start(deny=["module:nowhere.*"])
         with refused(ampx.UnsupportedOpError, passed="nowhere.*", accepted="", advice="Correct"):
             amp.prepare(self.subject.chain(WEIGHTS, ROW)[0])
+
+    @requires("probe")
+    def test_to_the_digits_of_a_dtype_values_are_rounded_whatever_their_size(self) -> None:
+        """Inputs, outputs and gradients of outputs, which stay float32; the dtype's range does not count."""
+        import numpy as np
+
+        between = 1 + 2.0**-8 * 1.5  # of two numbers with eight digits, this is nearer to the second
+        inputs = (between, 2.0**-60 * between, -between, 2.0**100 * between, -3.4e38, math.inf, 0.0)
+        model, _, names = chain = self.subject.chain((1.0, 2.0**-2, between), inputs)
+        _, readings = self.see((), (), self.probe.force(model, {names[1]: digits_of("bfloat16")}), chain=chain)
+        reading, near = only(readings, names[1]), 1 + 2.0**-7
+        received = np.array([near, 2.0**-60 * near, -near, 2.0**100 * near, -3.4e38, math.inf, 0.0], np.float32)
+        assert reading.dtype == "float32"
+        np.testing.assert_array_equal(reading.sample[:4], received[:4] / 4)
+        np.testing.assert_allclose(reading.sample[4:], received[4:] / 4, rtol=2.0**-8)
+        gradient = np.full(len(inputs), near / 4, np.float32)
+        np.testing.assert_array_equal(only(readings, names[0], "backward").sample, gradient)
 
     @requires("simulates")
     def test_a_simulated_dtype_rounds_inputs_outputs_and_gradients(self) -> None:

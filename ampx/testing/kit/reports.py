@@ -139,6 +139,25 @@ class EventTests(KitTests):
         assert len(seen) == 9
         assert watcher.seen == seen
 
+    @requires("implicit gradients")
+    def test_losses_that_reach_nothing_warn_once(self) -> None:
+        """Steps without gradients whose losses were scaled: the optimizer was made from another model, say."""
+        amp = self.start()
+        bench, elsewhere = self.bench(amp), self.plain()
+        before = bench.snapshot()
+
+        def train() -> None:
+            for _ in range(5):
+                with amp.scale_loss(elsewhere.loss(), bench.opt) as scaled:
+                    self.subject.backward(scaled, elsewhere.parameters)
+                assert not bench.step().applied
+
+        with pytest.warns(ampx.NoGradientsWarning, match="made from another model") as caught:
+            train()
+        assert [warning.category for warning in caught] == [ampx.NoGradientsWarning]
+        assert bench.snapshot() == before
+        assert bench.train().applied
+
     @requires("names_gradients")
     def test_a_collapse_names_the_parameters(self) -> None:
         """The event and the warning name what is not finite."""

@@ -58,13 +58,14 @@ class StateTests(KitTests):
         """Saved after every step in turn, and loaded into new optimizers, the run ends the same."""
         config = ampx.LossScale(init_scale=64.0, growth_interval=2, hysteresis=2)
         expected = self.bench(self.start(config)).trace(PATTERN)
-        for cut in range(len(PATTERN)):
-            first = self.bench(self.start(config))
-            begun = first.trace(PATTERN[:cut])
-            state = json_copy(first.state_dict())
-            second = self.bench(self.start(config))
-            second.load(state)
-            assert begun + second.trace(PATTERN[cut:]) == expected
+        saved, states = self.bench(self.start(config)), []
+        for overflow, scale in zip(PATTERN, expected, strict=True):
+            states.append(json_copy(saved.state_dict()))
+            assert saved.trace([overflow]) == [scale]
+        for cut, state in enumerate(states):
+            resumed = self.bench(self.start(config))
+            resumed.load(state)
+            assert resumed.trace(PATTERN[cut:]) == expected[cut:]
 
     def test_states_of_other_libraries_are_taken_over(self) -> None:
         """apex, torch, Paddle, Keras, TensorFlow 1, flax and DeepSpeed: imported, loaded, and continued as there."""

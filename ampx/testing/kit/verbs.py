@@ -25,14 +25,18 @@ class VerbTests(KitTests):
                     )
 
     def _wanted(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Return what is declared, with the verbs that it needs; not `clip`, since a wrapper may clip by itself."""
-        can = self.backend.capabilities
+        """Return what is declared, with the verbs that it needs."""
+        can, kind = self.backend.capabilities, type(self.backend)
         if can.gradients == "implicit" and isinstance(self.backend, ampx.GenericBackend):
             yield 'gradients="implicit"', ("gradients", "zero_gradients")
         if can.levels - {"O0"}:
             yield "a level above O0", ("activate", "deactivate")
         if can.levels & {"O2", "O3"}:
             yield "level O2 or O3", ("prepare",)
+        if can.clipping and kind.wrap_optimizer is ampx.GenericBackend.wrap_optimizer:  # else a wrapper may clip
+            yield "clipping", ("clip",)
+        if can.per_loss_scales:
+            yield "per_loss_scales", ("wrap_optimizer",)
         if can.op_lists:
             yield "op_lists", ("check_plan",)
         if can.sees_backward:

@@ -223,12 +223,11 @@ class _Reader:
 
 def _first_missing(name: str) -> str:
     """Return the part of a dotted name, up to what a module of the alias does not have; "" where all is there."""
-    start, *parts = f"{name}.".partition("paddle.fluid.")
-    if start or not parts[0]:
+    if not name.startswith("paddle.fluid."):
         return ""
     here: Any = sys.modules[ALIAS]
     path = "fluid"
-    for part in parts[1].rstrip(".").split("."):
+    for part in name.removeprefix("paddle.fluid.").split("."):
         if not (isinstance(here, ModuleType) and here.__name__.startswith(ALIAS)) or not part or part == "*":
             return ""
         path += f".{part}"

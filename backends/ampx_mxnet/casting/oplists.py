@@ -126,11 +126,22 @@ def corrected() -> Iterator[None]:
 
 def lists(plan: CastPlan) -> dict[str, list[Any]]:
     """Return what `amp.init` takes as its lists."""
+    target, fp32, conditional = _native_lists(plan)
+    low = [entry for entry in plan.allow if isinstance(entry, str) and not is_module(entry)]
+    wide = [entry for entry in plan.deny if not is_module(entry)]
+    moved = {*low, *wide}
+    return {
+        "target_precision_ops": [*(name for name in target if name not in moved), *low],
+        "fp32_ops": [*(name for name in fp32 if name not in moved), *wide],
+        "conditional_fp32_ops": [entry for entry in conditional if entry[0] not in moved],
+    }
+
+
+def _native_lists(plan: CastPlan) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return MXNet's lists for a dtype, or those that stand in their place."""
     dtype = plan.dtype if plan.dtype == "float16" else DTYPES[plan.dtype]
     target, fp32 = amp.list_lp16_ops(dtype), amp.list_fp32_ops(dtype)
     conditional = amp.list_conditional_fp32_ops(dtype)
-    low = [entry for entry in plan.allow if isinstance(entry, str) and not is_module(entry)]
-    wide = [entry for entry in plan.deny if not is_module(entry)]
     for native in _native(plan):
         # What a list names leaves the others, which MXNet would otherwise apply on top.
         if native.target is not None:
@@ -139,12 +150,7 @@ def lists(plan: CastPlan) -> dict[str, list[Any]]:
             fp32, target = native.fp32, [name for name in target if name not in native.fp32]
         if native.conditional is not None:
             conditional = [(name, argument, list(values)) for name, argument, values in native.conditional]
-    moved = {*low, *wide}
-    return {
-        "target_precision_ops": [*(name for name in target if name not in moved), *low],
-        "fp32_ops": [*(name for name in fp32 if name not in moved), *wide],
-        "conditional_fp32_ops": [entry for entry in conditional if entry[0] not in moved],
-    }
+    return target, fp32, conditional
 
 
 def conversion(plan: CastPlan) -> dict[str, list[Any]]:

@@ -25,29 +25,33 @@ def minimize(
             return getattr(managed.wrapped, name)(*args, **kwargs)
     if manager.scales:
         manager.check_programs()
-    loss = args[0] if args else kwargs["loss"]
-    named = dict(zip(("startup_program", "parameters", "no_grad_set"), args[1:], strict=False))
-    options = {**named, **{key: value for key, value in kwargs.items() if key != "loss"}}
-    # fluid's name, with names of parameters in it; and programs of fluid stand for Paddle's
-    if "parameter_list" in options:
-        options["parameters"] = options.pop("parameter_list")
-    if options.get("parameters") is not None:
-        by_name = loss.block.program.get_parameter_value_by_name
-        options["parameters"] = [by_name(item) if isinstance(item, str) else item for item in options["parameters"]]
-    startup = getattr(options.get("startup_program"), "program", options.get("startup_program"))
-    options["startup_program"] = startup
+    options = _options(args, kwargs)
+    loss = options.pop("loss")
     amp = manager.run.session()
     manager.run.lines = (
         f"{manager.run.init_call()}  # before the model",
         "optimizer = ampx.wrap_optimizer(optimizer)",
         "optimizer.minimize(loss)",
     )
-    with manager.working(managed), paddle.static.program_guard(loss.block.program, startup):
+    programs = paddle.static.program_guard(loss.block.program, options["startup_program"])
+    with manager.working(managed), programs:
         if amp.plan is not None:
             # What is not on Paddle's list computes in float32 here, as "*" asks for.
             deny = [name for name in amp.plan.deny if name != casting.EVERYTHING_ELSE]
             cast_program(loss.block.program, amp.plan.dtype, amp.plan.allow, deny)
         return managed.wrapped.minimize(loss, **options)
+
+
+def _options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `minimize` by Paddle's names; fluid has others, names of parameters, and programs."""
+    options = {**dict(zip(("loss", "startup_program", "parameters", "no_grad_set"), args, strict=False)), **kwargs}
+    if "parameter_list" in options:
+        options["parameters"] = options.pop("parameter_list")
+    if options.get("parameters") is not None:
+        by_name = options["loss"].block.program.get_parameter_value_by_name
+        options["parameters"] = [by_name(item) if isinstance(item, str) else item for item in options["parameters"]]
+    startup = options.get("startup_program")
+    return {**options, "startup_program": getattr(startup, "program", startup)}
 
 
 @contextmanager

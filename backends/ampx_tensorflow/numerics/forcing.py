@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from ampx.errors import UnsupportedDtypeError
+from ampx.formats import find_digits, to_digits
 from ampx.modules import check_patterns, forced_dtype, last_match, unmatched
 from ampx.policy import Dtype
 from ampx_tensorflow import casting, devices, products, retracing
@@ -108,7 +109,7 @@ class Forcing:
         """Set the policies of layers."""
         for call in calls:
             dtype = self.of(call.name)
-            if dtype is not None and dtype not in SIMULATED and isinstance(call.module, keras.layers.Layer):
+            if dtype is not None and not rounds(dtype) and isinstance(call.module, keras.layers.Layer):
                 self.policies.set(call.module, dtype)  # type: ignore[arg-type]
 
     def around(self, call: Call, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,7 +117,7 @@ class Forcing:
         dtype = self.of(call.name)
         if dtype is None:
             return native(*args, **kwargs)
-        if dtype in SIMULATED:
+        if rounds(dtype):
             args, kwargs = _rounded((args, kwargs), dtype, gradients=False)
             return _rounded(native(*args, **kwargs), dtype, gradients=True)
         is_layer = isinstance(call.module, keras.layers.Layer)
@@ -146,6 +147,11 @@ class Forcing:
         return any(dtype in casting.LOW for dtype in self._dtypes.values())
 
 
+def rounds(dtype: str) -> bool:
+    """Return whether values are rounded to a dtype or to its digits, and not computed in it."""
+    return dtype in SIMULATED or find_digits(dtype) is not None
+
+
 def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:
     """Round the floating tensors of a tree to a dtype, and keep the one they have.
 
@@ -154,8 +160,12 @@ def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:
         dtype: Of `SIMULATED`.
         gradients: Round their gradients, too.
     """
+    bits = find_digits(dtype)
 
     def nearest(value: Any) -> Any:
+        if bits is not None:
+            result = tf.cast(to_digits(tf.cast(value, tf.float32), bits), value.dtype)
+            return tf.where(tf.math.is_finite(result), result, value)
         return tf.cast(tf.cast(tf.cast(value, tf.float32), SIMULATED[dtype]), value.dtype)
 
     @tf.custom_gradient
@@ -183,7 +193,7 @@ def check_dtypes(dtypes: Mapping[str, str]) -> None:
     device = devices.describe("auto")
     accepted = ["float32", *sorted(device.native | device.emulated), *SIMULATED]
     for pattern, dtype in dtypes.items():
-        if dtype not in accepted:
+        if dtype not in accepted and not rounds(dtype):
             raise UnsupportedDtypeError(
                 f"force got {dtype!r} for {pattern!r}, which TensorFlow can neither compute on {device.name!r} nor "
                 f"simulate; accepted: {', '.join(accepted)}. Choose one of these."

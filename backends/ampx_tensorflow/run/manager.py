@@ -77,15 +77,18 @@ class KerasManager(Manager[Managed]):
                 amp.plan.waiting.clear()  # a region around the run sees to them
         self.debuggers.check()
         if graphs:
-            plan = amp.casting
-            with self.at_work:  # the rewriter is tried in a session, which is none of the script's
-                if self.forces:
-                    self.operations.cast_in_graphs()
-                elif plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
-                    with self.working():
-                        rewrite.process.on(plan)
+            self._cast_graphs(amp)
             self.operations.start()
         return amp
+
+    def _cast_graphs(self, amp: Amp) -> None:
+        plan = amp.casting
+        with self.at_work:  # the rewriter is tried in a session, which is none of the script's
+            if self.forces:
+                self.operations.cast_in_graphs()
+            elif plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
+                with self.working():
+                    rewrite.process.on(plan)
 
     # -- optimizers --------------------------------------------------------------------------------
 

@@ -31,12 +31,34 @@ switch = torch.set_autocast_enabled
 
 
 class _Thread(threading.local):
-    """What a thread's autocast was before ampx; `switched` is another object after ampx switched it as a whole."""
+    """What a thread's autocast was before ampx, and the level that it is at."""
 
     def __init__(self) -> None:
         self.device = "cpu"
         self.before: tuple[bool, torch.dtype, bool] | None = None
-        self.switched = object()  # of this thread alone, and never None
+        self.level = _Level()
+
+
+class _Level:
+    """The flags that a region with casting on has found, and the level around it.
+
+    The outermost, which has found none, is another one after ampx switched the thread as a whole.
+    """
+
+    def __init__(self, outer: _Level | None = None, device: str = "") -> None:
+        self.outer = self if outer is None else outer
+        if device:
+            self._device, self._flags = device, _flags(device)
+            torch.autocast_increment_nesting()  # how many of torch's own regions there are, only a change tells
+            self._nesting = torch.autocast_decrement_nesting()
+
+    def restore(self) -> None:
+        """Put back what the region has found."""
+        _set_flags(self._device, self._flags)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > self._nesting:
+            pass
+        torch.clear_autocast_cache()
 
 
 _thread = _Thread()
@@ -84,7 +106,7 @@ def deactivate(plan: CastPlan) -> None:
     rules.uninstall(plan, last=True)
     loaders.release()
     before, _thread.before = _thread.before, None
-    _thread.switched = object()
+    _thread.level = _Level()
     if before is not None:
         _set_flags(_thread.device, before)
         compiled.release()
@@ -94,7 +116,7 @@ def deactivate(plan: CastPlan) -> None:
 def enter_thread(plan: CastPlan) -> None:
     """Switch autocast on in the calling thread, with the weight cache off."""
     module_rules.reset_thread()
-    _thread.switched = object()
+    _thread.level = _Level()
     if _thread.before is not None and _thread.device != plan.device:
         # A thread of an earlier session that casted on another device.
         _set_flags(_thread.device, _thread.before)
@@ -122,31 +144,46 @@ def _set_flags(device: str, flags: tuple[bool, torch.dtype, bool]) -> None:
 # Regions are written ahead, as the protocol is: what is to be put back is noted before it changes, and forgotten after
 # it was put back. An exception at any line of `__exit__`, even before its first, leaves the note, and the region does
 # the rest when it is dropped, which is when the exception is. It has a destructor only so long: in one that runs after
-# every region, an interruption would be lost.
+# every region, an interruption would be lost. By then a region around it may have been left, which has undone it:
+# the level that it is to go back to is none of the thread's any more.
+
+
+def _return_to(level: _Level) -> bool:
+    """Undo regions inside that were not left; return whether the level still counts for the calling thread."""
+    inner, present = [], _thread.level
+    while present is not level:
+        if present.outer is present:
+            return False
+        inner.append(present)
+        present = present.outer
+    for region in inner:
+        region.restore()
+    _thread.level = level
+    return True
 
 
 class Off:
     """Casting off inside. Costs one flag where it is off already. Not to be entered twice at a time."""
 
-    _switched: object = None  # the thread's, while casting is to be switched on again; None: it is not
+    _level: _Level | None = None  # the thread's, while casting is to be switched on again; None: it is not
 
     def __init__(self, device: str) -> None:
         self._device = device
 
     def __enter__(self) -> None:
         if is_on(self._device):
-            self._switched = _thread.switched
+            self._level = _thread.level
             self.__class__ = _Switched
             switch(self._device, False)
 
     def __exit__(self, *error: object) -> None:
         """Restore, unless `init` or `shutdown` have decided anew inside; drop casts that backward has used up."""
-        if self._switched is not None:
-            if self._switched is _thread.switched:
+        if self._level is not None:
+            if self._level is _thread.level or _return_to(self._level):
                 switch(self._device, True)
                 if torch.is_autocast_cache_enabled():  # as `forget_weights`, without a call
                     torch.clear_autocast_cache()
-            self._switched = None
+            self._level = None
             self.__class__ = Off
 
 
@@ -169,24 +206,28 @@ class On:
         rules.install(self._plan)
         compiled.keep_backward_uncast()
         self._region = torch.autocast(self._plan.device, DTYPES[self._plan.dtype], cache_enabled=True)
-        self._switched, self._before, self._nesting = _thread.switched, _flags(self._plan.device), _nesting()
+        self._level = _Level(_thread.level, self._plan.device)
         self.__class__ = _Entered  # which undoes what follows, wherever it is interrupted
+        _thread.level = self._level
         # Reached by optimizers that are not wrapped, too.
         self._handle = register_optimizer_step_post_hook(_forget_after_step)
         self._region.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """Restore, unless `init` or `shutdown` have decided anew inside."""
-        now = None if self._switched is _thread.switched else _flags(self._plan.device)
+        counts = self._level is _thread.level or _return_to(self._level)
+        decided = None if counts else _flags(self._plan.device)
         self._region.__exit__(*error)
-        if now is not None:
-            _set_flags(self._plan.device, now)
+        if decided is None:
+            _thread.level = self._level.outer
+        else:
+            _set_flags(self._plan.device, decided)
         self._end()
 
     def _end(self) -> None:
-        self.__class__ = On
         if self._handle is not None:
             self._handle.remove()
+        self.__class__ = On
         compiled.release()
         rules.uninstall(self._plan)
 
@@ -196,18 +237,10 @@ class _Entered(On):
 
     def __del__(self) -> None:
         """Restore, wherever entering or leaving was interrupted."""
-        if self._switched is _thread.switched:
-            _set_flags(self._plan.device, self._before)
-            while _nesting() > self._nesting:
-                torch.autocast_decrement_nesting()
-            torch.clear_autocast_cache()
+        if _return_to(self._level):
+            self._level.restore()
+            _thread.level = self._level.outer
         self._end()
-
-
-def _nesting() -> int:
-    """Return how many of torch's own regions the calling thread is in, which only a change tells."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 class Traced:

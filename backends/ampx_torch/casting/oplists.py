@@ -43,10 +43,10 @@ PYTHON_WRAPPERS: Final[dict[Callable[..., Any], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """An entry of `allow` or `deny` for callers inside this package: an operation, and what else to do with it."""
+    """What to do with an entry. Callers inside this package put rules for operations in `allow` and `deny`, too."""
 
-    kind: Kind  # `"ban"` or `"promote"`
-    entry: Any  # a function or name of a torch operation
+    kind: Kind
+    entry: Any
 
 
 @dataclass(frozen=True)
@@ -73,33 +73,31 @@ def resolve(plan: CastPlan) -> CastPlan:
     """Say what every entry of `allow` and `deny` means; raise for one that cannot be honoured."""
     if isinstance(plan, TorchPlan) or not (plan.allow or plan.deny):
         return plan
-    operations: dict[str, Kind] = {}
-    classes: dict[type[nn.Module], Kind] = {}
-    patterns: dict[str, Kind] = {}
+    tables: dict[str, dict[Any, Kind]] = {"operations": {}, "classes": {}, "patterns": {}}
     lists: tuple[tuple[Kind, tuple[Any, ...]], ...] = (("allow", plan.allow), ("deny", plan.deny))
     for kind, entries in lists:
         for entry in entries:
-            if isinstance(entry, Rule):
-                for overload in _overloads(entry.kind, entry.entry):
-                    _add(operations, entry.kind, overload, entry.entry)
-            elif isinstance(entry, type) and issubclass(entry, nn.Module):
-                _check_class(kind, entry, plan)
-                _add(classes, kind, entry, entry)
-            elif isinstance(entry, str) and not _names_operation(entry):
-                _add(patterns, kind, _pattern(kind, entry), entry)
-            else:
-                if plan.level != "O1":
-                    raise _refused(
-                        kind, entry, f"level {plan.level} casts parameters, not operations", "Use level='O1'"
-                    )
-                for overload in _overloads(kind, entry):
-                    _add(operations, kind, overload, entry)
-    return TorchPlan(
-        **{name: getattr(plan, name) for name in CastPlan.__dataclass_fields__},
-        operations=tuple((kind, name) for name, kind in operations.items()),
-        classes=tuple((kind, module) for module, kind in classes.items()),
-        patterns=tuple((kind, pattern) for pattern, kind in patterns.items()),
-    )
+            rule = entry if isinstance(entry, Rule) else Rule(kind, entry)
+            name, keys = ("operations", _overloads(rule.kind, rule.entry)) if rule is entry else _meaning(rule, plan)
+            for key in keys:
+                _add(tables[name], rule.kind, key, rule.entry)
+    resolved: dict[str, Any] = {name: getattr(plan, name) for name in CastPlan.__dataclass_fields__}
+    for name, table in tables.items():
+        resolved[name] = tuple((kind, key) for key, kind in table.items())
+    return TorchPlan(**resolved)
+
+
+def _meaning(rule: Rule, plan: CastPlan) -> tuple[str, list[Any]]:
+    """Return the table of the plan that an entry of the user belongs to, and its keys there."""
+    kind, entry = rule.kind, rule.entry
+    if isinstance(entry, type) and issubclass(entry, nn.Module):
+        _check_class(kind, entry, plan)
+        return "classes", [entry]
+    if isinstance(entry, str) and not _names_operation(entry):
+        return "patterns", [_pattern(kind, entry)]
+    if plan.level != "O1":
+        raise _refused(kind, entry, f"level {plan.level} casts parameters, not operations", "Use level='O1'")
+    return "operations", _overloads(kind, entry)
 
 
 def _refused(kind: str, entry: object, why: str, remedy: str, hint: str = "") -> UnsupportedOpError:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDtypeError
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, find_digits, to_digits
 from ampx.modules import check_patterns, last_match
 from ampx_torch.casting import lstm
 from ampx_torch.lent_hooks import lend
@@ -33,7 +33,7 @@ def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
     """Compute named modules in a dtype of their own: see `Probe.force`."""
     accepted = (*_COMPUTED, *SIMULATED)
     for dtype in dtypes.values():
-        if dtype not in accepted:
+        if dtype not in accepted and find_digits(dtype) is None:
             raise UnsupportedDtypeError(
                 f"force got the dtype {dtype!r}, which PyTorch can neither compute in nor simulate here; accepted: "
                 f"{', '.join(accepted)}. Choose one of these."
@@ -59,7 +59,7 @@ def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
 
 def _attach(module: nn.Module, dtype: str) -> list[Any]:
     """Put hooks on a module: inside those of `allow` and `deny`, which are entered before and left after."""
-    region = _Rounded(dtype) if dtype in SIMULATED else _Computed(_COMPUTED[dtype])
+    region = _Computed(_COMPUTED[dtype]) if dtype in _COMPUTED else _Rounded(dtype)
     return [
         module.register_forward_pre_hook(_Enter(region), with_kwargs=True),
         module.register_forward_hook(_Leave(region), with_kwargs=True, prepend=True, always_call=True),
@@ -145,6 +145,10 @@ class _Round(torch.autograd.Function):
 
 def rounded(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     """Round to nearest even; what is too large becomes infinite, or NaN where a dtype has no infinity."""
+    bits = find_digits(dtype)
+    if bits is not None:
+        nearest = to_digits(tensor.float(), bits).to(tensor.dtype)
+        return torch.where(nearest.isfinite(), nearest, tensor)
     limits = FORMATS[dtype]
     low = tensor.to(SIMULATED[dtype]).to(tensor.dtype)
     if limits.infinite:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ampx.backend import CastPlan
-from ampx.errors import InvalidOptionError, ProtocolError, RawStepError, UnsupportedByBackendError, UnsupportedOpError
+from ampx.errors import ProtocolError, RawStepError, UnsupportedByBackendError, UnsupportedOpError
+from ampx.modules import listed
 from ampx_torch import fused, unwrapped_steps
 from ampx_torch.casting import module_rules
 from ampx_torch.casting.oplists import TorchPlan
@@ -30,38 +31,58 @@ _MARK = "_ampx_prepared"
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     """Do to a model and its optimizer what the level needs. Doing it again to the same changes nothing."""
-    models = [_unwrapped(module) for module in (model if isinstance(model, (list, tuple)) else [model])]
+    models = [_unwrapped(module) for module in listed(model, nn.Module, "model", "nn.Module")]
+    optimizers = listed(optimizer, torch.optim.Optimizer, "optimizer", "torch.optim.Optimizer, wrapped or not")
     rules = module_rules.matches(models, plan)
     if plan.level == "O1":
         module_rules.attach(rules)
     else:
-        _lower(models, _optimizers(optimizer), rules, plan)
+        _lower(models, optimizers, rules, plan)
     if isinstance(plan, TorchPlan):
         plan.resolved.update(entry for _, entry in plan.modules)
     return model if optimizer is None else (model, optimizer)
 
 
-def _unwrapped(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise InvalidOptionError(
-            f"prepare got {type(model).__name__} as the model; accepted: nn.Module or a list of them. Pass that."
-        )
+def _unwrapped(model: nn.Module) -> nn.Module:
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     return inner if isinstance(inner, nn.Module) else model
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-
-
 def _lower(models: list[nn.Module], optimizers: list[Any], rules: dict[nn.Module, Any], plan: CastPlan) -> None:
     raws = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    if _are_prepared(models, raws, plan):
+        return
+    _check(models, optimizers, raws, plan)
+    kept, dtype = _kept(models, rules, plan), DTYPES[plan.dtype]
+    exempt = low_precision_models.inside(kept)
+    lowered = _tensors_to_lower(models, exempt)
+    if plan.level == "O2":
+        copies = _make_masters(lowered, raws)
+        _convert(lowered, dtype)
+        _hand_out(masters.give(raws, copies), optimizers)
+        _guard_checkpoints(models, exempt, copies)
+        unwrapped_steps.note_lowered(p for p in lowered if isinstance(p, nn.Parameter) and p not in copies)
+    else:
+        for raw in raws:
+            fused.check_kernel(raw, lowered, dtype)
+        _convert(lowered, dtype)
+        for raw in raws:
+            _lower_state(raw, lowered)
+    low_precision_models.flatten_recurrent(_modules(models))
+    for module in kept:
+        low_precision_models.keep_float32(module, dtype)
+    for model in models:
+        model.register_forward_pre_hook(low_precision_models.CastArguments(dtype), prepend=True, with_kwargs=True)
+        model.register_forward_hook(low_precision_models.CastOutputs(torch.float32, only=LOW))
+        vars(model)[_MARK] = plan.level, plan.dtype
+
+
+def _are_prepared(models: list[nn.Module], raws: list[Any], plan: CastPlan) -> bool:
+    """Return whether models and optimizers were prepared as the plan says; raise where they were otherwise."""
     mark = (plan.level, plan.dtype)
     marks = [vars(model).get(_MARK) for model in models]
     if all(before == mark for before in marks) and all(plan.level == "O3" or masters.of(raw) for raw in raws):
-        return
+        return True
     before = next(filter(None, marks), None)
     if before is not None:
         raise ProtocolError(
@@ -69,41 +90,21 @@ def _lower(models: list[nn.Module], optimizers: list[Any], rules: dict[nn.Module
             f"an optimizer that has no part in it; its weights are rounded already. Prepare it once, with a list of "
             f"all its optimizers."
         )
-    _check(models, optimizers, raws, plan)
-    kept = _kept(models, rules, plan)
-    exempt = {module for outermost in kept for module in outermost.modules()}
-    lowered = _tensors_to_lower(models, exempt)
-    copies = _make_masters(lowered, raws) if plan.level == "O2" else {}
-    dtype = DTYPES[plan.dtype]
-    for raw in raws if plan.level == "O3" else ():
-        fused.check_kernel(raw, lowered, dtype)
+    return False
+
+
+def _convert(lowered: list[torch.Tensor], dtype: torch.dtype) -> None:
     for tensor in lowered:
         low_precision_models.convert(tensor, dtype)
-    if plan.level == "O2":
-        for wrapper, weights in zip(optimizers, masters.give(raws, copies), strict=True):
-            if hasattr(wrapper, "ampx_member"):  # wrapped before: its parameters are others now
-                wrapper.masters = weights
-            else:
-                wrapper.ampx_refusal = wrapper.register_step_pre_hook(_refuse_unwrapped)
-        _guard_checkpoints(models, exempt, copies)
-        unwrapped_steps.note_lowered(p for p in lowered if isinstance(p, nn.Parameter) and p not in copies)
-    else:
-        for raw in raws:
-            _lower_state(raw, lowered)
-    for module in _modules(models):
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants them in one piece again
-    for module in kept:
-        module.register_forward_pre_hook(
-            low_precision_models.CastArguments(torch.float32, only=LOW),
-            prepend=True,
-            with_kwargs=True,
-        )
-        module.register_forward_hook(low_precision_models.CastOutputs(dtype, only=(torch.float32,)))
-    for model in models:
-        model.register_forward_pre_hook(low_precision_models.CastArguments(dtype), prepend=True, with_kwargs=True)
-        model.register_forward_hook(low_precision_models.CastOutputs(torch.float32, only=LOW))
-        vars(model)[_MARK] = mark
+
+
+def _hand_out(weights: list[masters.MasterWeights], optimizers: list[Any]) -> None:
+    """Attach master weights to their wrappers; a raw optimizer refuses to step until it has a wrapper."""
+    for own, optimizer in zip(weights, optimizers, strict=True):
+        if hasattr(optimizer, "ampx_member"):  # wrapped before: its parameters are others now
+            optimizer.masters = own
+        else:
+            optimizer.ampx_refusal = optimizer.register_step_pre_hook(_refuse_unwrapped)
 
 
 def _refuse_unwrapped(raw: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -5,7 +5,7 @@ The hooks are objects of module-level classes, so that models can be copied and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -28,6 +28,18 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in table.items():
             if tensor is not None and tensor.dtype in (torch.float32, *LOW):
                 yield name, tensor
+
+
+def inside(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return modules and all that are in them."""
+    return {part for module in modules for part in module.modules()}
+
+
+def flatten_recurrent(modules: Iterable[nn.Module]) -> None:
+    """Put the new weights of recurrent modules in one piece, as cuDNN wants them."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
 
 def convert(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -60,6 +72,13 @@ class CastOutputs(_Cast):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast."""
         return cast(output, self.dtype, only=self.only)
+
+
+def keep_float32(module: nn.Module, returns: torch.dtype | None) -> None:
+    """Hook a module that stays in float32: it casts low inputs up, and returns a low dtype if asked to."""
+    module.register_forward_pre_hook(CastArguments(torch.float32, only=LOW), prepend=True, with_kwargs=True)
+    if returns is not None:
+        module.register_forward_hook(CastOutputs(returns, only=(torch.float32,)))
 
 
 class SaveFloat32:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 from unittest import mock
 
@@ -120,28 +120,13 @@ def _backward_scaled(
     options: dict[str, Any],
 ) -> None:
     """Find out what the loss reaches, bring gradients that wait to the same scale, and run."""
-    leaves, hidden = _added_to(losses, options["inputs"])
-    owners = manager.owners
-    owners.sort(optimizers)
-    if manager.sampler.counts:
-        _refuse_by_hand(manager, leaves)
-    reached = owners.reached(leaves)
-    if None in reached and _flattened(leaves, owners):
-        reached = owners.reached(leaves)
-    if None in reached and manager.adopt_trained_copies(leaves):
-        optimizers = manager.all()
-        owners.sort(optimizers)
-        reached = owners.reached(leaves)
-    if not hidden:
-        optimizers = [managed for managed in optimizers if managed.reference in reached]
+    leaves, optimizers = _reached(manager, losses, optimizers, options["inputs"])
     if not optimizers:
         true(losses, None, **options)
         return
     optimizers = _ready(optimizers)
     _refuse_graph(manager, options)
-    for mode in _get_current_dispatch_mode_stack():  # the operations of backward as they run
-        if is_script_function(type(mode).__torch_dispatch__):
-            manager.run.recorder.note_scaled(f"the dispatch mode {type(mode).__name__}")
+    _note_dispatch_modes(manager)
     try:
         with manager.working():
             # Unscaled gradients that are there may be the script's own: views of one buffer, or kept in a list.
@@ -158,6 +143,32 @@ def _backward_scaled(
         raise
     for managed in kept:
         manager.unscale(managed)
+
+
+def _reached(
+    manager: TorchManager, losses: list[torch.Tensor], optimizers: list[TorchManaged], inputs: Any
+) -> tuple[dict[int, torch.Tensor], list[TorchManaged]]:
+    """Return the tensors to whose gradients a backward adds, by id, and the optimizers that hold some of them."""
+    leaves, hidden = _added_to(losses, inputs)
+    owners = manager.owners
+    owners.sort(optimizers)
+    if manager.sampler.counts:
+        _refuse_by_hand(manager, leaves)
+    reached = owners.reached(leaves)
+    if None in reached and _flattened(leaves, owners):
+        reached = owners.reached(leaves)
+    if None in reached and manager.adopt_trained_copies(leaves):
+        optimizers = manager.all()
+        owners.sort(optimizers)
+        reached = owners.reached(leaves)
+    return leaves, optimizers if hidden else [managed for managed in optimizers if managed.reference in reached]
+
+
+def _note_dispatch_modes(manager: TorchManager) -> None:
+    """Note that modes of the script see the operations of a scaled backward as they run."""
+    for mode in _get_current_dispatch_mode_stack():
+        if is_script_function(type(mode).__torch_dispatch__):
+            manager.run.recorder.note_scaled(f"the dispatch mode {type(mode).__name__}")
 
 
 def _added_to(losses: list[torch.Tensor], inputs: Any) -> tuple[dict[int, torch.Tensor], bool]:
@@ -281,7 +292,7 @@ def _backward(
                 if leaves is None:
                     true(scaled, None, **options)
                 else:
-                    with _arriving(manager, factor):
+                    with _arriving(manager, factor) if manager.arriving else nullcontext():
                         _run(manager, true, scaled, options, leaves)
         finally:
             manager.reached = []
@@ -292,13 +303,9 @@ def _run(
     manager: TorchManager, true: Any, scaled: Any, options: dict[str, Any], leaves: dict[int, torch.Tensor]
 ) -> None:
     """Run a scaled backward; unscale at once what no optimizer holds, and what is retained."""
-    owners, others = manager.owners, []
-    if None in owners.reached(leaves):
-        others = [leaf for key, leaf in leaves.items() if owners.of(key) is None and key not in manager.arriving]
-    if manager.retained:
-        alive = {key: tensor for key, reference in manager.retained.items() if (tensor := reference()) is not None}
-        manager.retained = {key: manager.retained[key] for key in alive}
-        others += [tensor for key, tensor in alive.items() if key not in leaves]
+    others = []
+    if manager.retained or None in manager.owners.reached(leaves):
+        others = _without_owner(manager, leaves)
     aside = [(tensor, _gradient_of(tensor), vars(tensor).get(WIDE)) for tensor in others]
     for tensor in others:
         tensor.grad = None
@@ -312,6 +319,14 @@ def _run(
         for tensor, before, wide in aside:
             added = _gradient_of(tensor) if completed else None
             _set_unscaled(tensor, before, wide, added, manager.factor)
+
+
+def _without_owner(manager: TorchManager, leaves: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """List the tensors to which a backward adds a gradient that no optimizer unscales."""
+    others = [leaf for key, leaf in leaves.items() if manager.owners.of(key) is None and key not in manager.arriving]
+    alive = {key: tensor for key, reference in manager.retained.items() if (tensor := reference()) is not None}
+    manager.retained = {key: manager.retained[key] for key in alive}
+    return others + [tensor for key, tensor in alive.items() if key not in leaves]
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -397,17 +412,20 @@ def _losses(tensors: Any, weights: Any) -> list[torch.Tensor] | None:
         usual = tensors.requires_grad and tensors.numel() == 1 and tensors.is_floating_point()
         return [tensors] if usual else None
     roots = _listed(tensors)
-    if not roots or not all(
-        isinstance(root, torch.Tensor) and root.requires_grad and root.is_floating_point() for root in roots
-    ):
-        return None
     weights = [None] * len(roots) if weights is None else _listed(weights)
-    if len(weights) != len(roots):
+    if not roots or len(weights) != len(roots):
         return None
     pairs = list(zip(roots, weights, strict=True))
-    if any(root.numel() != 1 if weight is None else root.shape != weight.shape for root, weight in pairs):
+    if not all(_is_taken(root, weight) for root, weight in pairs):
         return None
     return [root if weight is None else _weighted(root, weight) for root, weight in pairs]
+
+
+def _is_taken(root: Any, weight: Any) -> bool:
+    """Return whether torch differentiates a tensor, with a gradient or, where it is a scalar, without one."""
+    if not (isinstance(root, torch.Tensor) and root.requires_grad and root.is_floating_point()):
+        return False
+    return bool(root.numel() == 1 if weight is None else root.shape == weight.shape)
 
 
 def _weighted(root: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -298,13 +298,7 @@ class TorchManager(Manager[TorchManaged]):
         member = wrapped.ampx_member
         closure = None
         if args or kwargs:
-            kwargs = dict(kwargs)
-            closure = kwargs.pop("closure", None)
-            if closure is None and args and (callable(args[0]) or args[0] is None):
-                closure, args = args[0], args[1:]
-            if closure is not None:
-                self._refuse_shared(managed)
-                closure = self.seen_through(closure, lambda: self._note_closure(managed))
+            closure, args, kwargs = self._split_closure(managed, args, kwargs)
         managed.call, managed.returned = (args, kwargs), None
         try:
             with self.uncounted(), self.working(managed), self.step_phase:
@@ -319,6 +313,19 @@ class TorchManager(Manager[TorchManaged]):
             if self.rules.waits:
                 self.rules.check(recorder.steps)
         return managed.returned if loss is None else loss
+
+    def _split_closure(
+        self, managed: TorchManaged, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+        """Return the closure that a step was called with, as ampx sees it, or None; and the other arguments."""
+        kwargs = dict(kwargs)
+        closure = kwargs.pop("closure", None)
+        if closure is None and args and (callable(args[0]) or args[0] is None):
+            closure, args = args[0], args[1:]
+        if closure is not None:
+            self._refuse_shared(managed)
+            closure = self.seen_through(closure, lambda: self._note_closure(managed))
+        return closure, args, kwargs
 
     def _note_unscaled(self, managed: TorchManaged) -> bool:
         """Note gradients that did not come through backward: they are unscaled. Return whether there are any."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import ampx
 from ampx.backend import CastPlan, Device, leaves, map_leaves
+from ampx.formats import find_digits
 from ampx.modules import FORCES, WATCHERS, CallInterceptors, Names
 from ampx.numerics.forcing import Forcer
 from ampx.numerics.probe import Probe, Replayed, Step, Watching
@@ -60,12 +61,22 @@ class ToyWatcher(Watcher):
         return output
 
 
+@contextmanager
+def operations_watched(watcher: ToyWatcher) -> Iterator[None]:
+    """Have a watcher see the toy's operations."""
+    framework.around_operations.append(watcher.around_operation)
+    try:
+        yield
+    finally:
+        framework.around_operations.remove(watcher.around_operation)
+
+
 class ToyForcer(Forcer):
     """Computes modules in dtypes of their own."""
 
     def __init__(self, names: Names, dtypes: Mapping[str, str], simulated: frozenset[str]) -> None:
         for dtype in dtypes.values():
-            if dtype not in FLOATING and dtype not in simulated:
+            if dtype not in FLOATING and dtype not in simulated and find_digits(dtype) is None:
                 raise ampx.UnsupportedDtypeError(
                     f"dtype={dtype!r} is neither computed nor simulated by the toy; accepted: "
                     f"{', '.join([*FLOATING, *sorted(simulated)])}. Pass one of these."
@@ -100,20 +111,10 @@ class ToyProbe(Probe):
             else frozenset()
         )
 
-    @contextmanager
-    def watch(self, model: Module | None, watching: Watching) -> Iterator[Watcher]:
+    def watch(self, model: Module | None, watching: Watching) -> AbstractContextManager[Watcher]:
         """Read what modules compute."""
-        names = Names(model, Module.named_modules)
-        names.check(watching.modules, "watch")
-        watcher = ToyWatcher(TENSORS, watching, names)
-        with calls.around((WATCHERS, watcher)):
-            if watching.operations:
-                framework.around_operations.append(watcher.around_operation)
-            try:
-                yield watcher
-            finally:
-                if watching.operations:
-                    framework.around_operations.remove(watcher.around_operation)
+        watcher = ToyWatcher(TENSORS, watching, Names(model, Module.named_modules))
+        return watcher.looking([calls.around((WATCHERS, watcher))], operations_watched)
 
     @contextmanager
     def force(self, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampx.errors import ProtocolError
+from ampx.errors import InvalidOptionError, ProtocolError
 from ampx.optimizer import WrappedOptimizer
 from ampx_torch.prepare.masters import check_movable
 from ampx_torch.trees import LOW
@@ -68,6 +68,12 @@ def check_optimizers(optimizers: Sequence[Any], masters: bool) -> None:
             )
         if masters:
             check_movable(optimizer)
+
+
+def check_losses(count: Any) -> None:
+    """Refuse what is no number of losses."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InvalidOptionError(f"num_losses={count!r} is not accepted; accepted: an integer from 1. Change it.")
 
 
 def device_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:

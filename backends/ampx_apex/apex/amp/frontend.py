@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ampx.errors import InvalidOptionError, InvalidStateError
+from ampx.errors import InvalidStateError
 from ampx.saved_state import parse_loss_state
 from ampx.session import new_group
 from ampx_torch.prepare import masters
@@ -17,7 +17,7 @@ from ampx_torch.trees import LOW
 
 from . import models as casts, sessions
 from ._amp_state import _amp_state
-from .checks import check_models, check_optimizers, device_of, flatten
+from .checks import check_losses, check_models, check_optimizers, device_of, flatten
 from .errors import CheckpointError, CheckpointWarning
 from .handle import AmpHandle, NoOpHandle
 from .opt import ApexOptimizer, wrap
@@ -92,8 +92,7 @@ def initialize(
         "loss_scale": loss_scale,
     }
     properties = choose(opt_level, low, overrides)
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise InvalidOptionError(f"num_losses={num_losses!r} is not accepted; accepted: an integer from 1. Change it.")
+    check_losses(num_losses)
     scale = configure(properties.loss_scale, min_loss_scale, max_loss_scale)
     all_models, all_optimizers = flatten(models), [] if optimizers is None else flatten(optimizers)
     check_models(all_models, _amp_state.allow_incoming_model_not_fp32)
@@ -133,12 +132,7 @@ def _cast(
     keep = bool(properties.keep_batchnorm_fp32)
     raws = [optimizer.optimizer for optimizer in optimizers]
     copies = casts.make_masters(raws, models, dtype, keep) if properties.master_weights else {}
-    for model in models:
-        if dtype is not None:
-            casts.cast_model(model, dtype, keep)
-            casts.cast_calls(model, dtype, outputs or torch.float32)
-        elif outputs is not None:
-            casts.cast_calls(model, None, outputs)
+    _cast_models(models, dtype, keep, outputs)
     if properties.master_weights:
         for optimizer, copies_of in zip(optimizers, masters.give(raws, copies), strict=True):
             optimizer.masters = copies_of
@@ -147,6 +141,18 @@ def _cast(
             casts.lower_state(raw)
     if dtype in LOW or copies:
         casts.guard_checkpoints(models, copies, all_of=dtype in LOW)
+
+
+def _cast_models(
+    models: list[torch.nn.Module], dtype: torch.dtype | None, keep: bool, outputs: torch.dtype | None
+) -> None:
+    """Cast parameters, inputs and outputs, or of models that stay in float32 the outputs if asked to."""
+    for model in models:
+        if dtype is not None:
+            casts.cast_model(model, dtype, keep)
+            casts.cast_calls(model, dtype, outputs or torch.float32)
+        elif outputs is not None:
+            casts.cast_calls(model, None, outputs)
 
 
 def begin_handle(enabled: bool, loss_scale: Any, allow_banned: bool, dtype: object) -> AmpHandle | NoOpHandle:

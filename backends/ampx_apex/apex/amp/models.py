@@ -16,27 +16,21 @@ from ampx_torch.trees import LOW
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
     """Cast floating parameters, gradients and buffers in place; batch and instance norms may stay in float32."""
     for module in model.modules():
-        if keep_norms and isinstance(module, nn.modules.batchnorm._NormBase):
-            module.register_forward_pre_hook(
-                low_precision_models.CastArguments(torch.float32, only=LOW), prepend=True, with_kwargs=True
-            )
-            module.register_forward_hook(low_precision_models.CastOutputs(dtype, only=(torch.float32,)))
+        if keep_norms and _is_norm(module):
+            low_precision_models.keep_float32(module, dtype)
             continue
         for table in (module._parameters, module._buffers):
             for tensor in table.values():
                 if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
                     low_precision_models.convert(tensor, dtype)
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants them in one piece again
+    low_precision_models.flatten_recurrent(model.modules())
 
 
 def make_masters(
     optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module], dtype: torch.dtype | None, keep: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Return a float32 copy of every trained parameter that is or will be of low precision, before it is rounded."""
-    staying = {p for model in models for module in model.modules() if keep and _is_norm(module) for p in _own(module)}
-    lowered = {p for model in models for p in model.parameters()} - staying if dtype in LOW else set()
+    lowered = _lowered(models, keep) if dtype in LOW else set()
     copies = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -50,8 +44,11 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
+def _lowered(models: Sequence[nn.Module], keep: bool) -> set[nn.Parameter]:
+    """Return the parameters of models but those of norms that stay in float32."""
+    norms = [module for model in models for module in model.modules() if keep and _is_norm(module)]
+    staying = {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
+    return {parameter for model in models for parameter in model.parameters()} - staying
 
 
 def guard_checkpoints(models: Iterable[nn.Module], copies: Mapping[nn.Parameter, nn.Parameter], all_of: bool) -> None:
@@ -121,23 +118,22 @@ def cast_batch(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating tensors of a batch, and batches of the script's own classes by their method `to`."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (str, bytes, nn.Module, torch.device)) or value is None:
+    if isinstance(value, (str, bytes, nn.Module, torch.device, type(None))):
         return value
     if callable(getattr(value, "to", None)):
         return value.to(dtype)
-    if isinstance(value, Mapping):
-        return _like(value, {key: cast_batch(item, dtype) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[cast_batch(item, dtype) for item in value])
-    if isinstance(value, (list, tuple, set)):
-        return type(value)(cast_batch(item, dtype) for item in value)
-    if isinstance(value, Iterator):
-        return iter([cast_batch(item, dtype) for item in value])
-    return value
+    return _cast_items(value, dtype) if isinstance(value, (Mapping, list, tuple, set, Iterator)) else value
 
 
-def _like(value: Any, items: dict[Any, Any]) -> Any:
-    return items if type(value) is dict else type(value)(items)
+def _cast_items(values: Any, dtype: torch.dtype) -> Any:
+    kind = type(values)
+    if isinstance(values, Mapping):
+        items = {key: cast_batch(item, dtype) for key, item in values.items()}
+        return items if kind is dict else kind(items)
+    cast = [cast_batch(item, dtype) for item in values]
+    if isinstance(values, Iterator):
+        return iter(cast)
+    return kind(*cast) if hasattr(values, "_fields") else kind(cast)
 
 
 def lower_state(optimizer: torch.optim.Optimizer) -> None:

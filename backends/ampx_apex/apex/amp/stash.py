@@ -39,15 +39,18 @@ class Stash:
         """Sort the parameters of an optimizer."""
         groups = [group["params"] for group in optimizer.param_groups]
         if optimizer.masters is None:
-            everything = [own for group in groups for own in group]
+            everything = list(chain.from_iterable(groups))
             self.all_fp16_params = [own for own in everything if own.dtype in LOW]
             self.all_fp32_params = [own for own in everything if own.dtype not in LOW]
             self.all_fp16_grad_stash = [None] * len(self.all_fp16_params)
             self.all_fp32_grad_stash = [None] * len(self.all_fp32_params)
-            return
-        models = {master: own for own, master in optimizer.masters.pairs}
+        else:
+            self._fill_with_masters(groups, {master: own for own, master in optimizer.masters.pairs})
+
+    def _fill_with_masters(self, groups: list[list[Any]], models: dict[Any, Any]) -> None:
+        """Sort the trained parameters into masters, of parameters of the model, and others."""
         trained = [[own for own in group if own.requires_grad] for group in groups]
-        self.fp32_from_fp16_groups = [[own for own in group if own in models] for group in trained]
+        self.fp32_from_fp16_groups = [list(filter(models.__contains__, group)) for group in trained]
         self.fp16_groups = [[models[own] for own in group] for group in self.fp32_from_fp16_groups]
         self.fp32_from_fp32_groups = [[own for own in group if own not in models] for group in trained]
         self.all_fp16_params = list(chain.from_iterable(self.fp16_groups))

@@ -53,18 +53,7 @@ class FP16Optimizer:
         self.dynamic_loss_scale = dynamic_loss_scale
         self.overflow = False
         self.first_closure_call_this_step = True
-        trained = [
-            parameter
-            for group in init_optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-        for parameter in trained:
-            if parameter.dtype not in (*_LOW, torch.float32):
-                raise UnsupportedDtypeError(
-                    f"FP16_Optimizer got a parameter of dtype {parameter.dtype}; accepted: float16, bfloat16, float32. "
-                    f"Convert the model, or leave the parameter out."
-                )
+        trained = _trained(init_optimizer)
         self._full = [parameter for parameter in trained if parameter.dtype == torch.float32]
         low = [parameter for parameter in trained if parameter.dtype in _LOW]
         (self._masters,) = masters.give([init_optimizer], {parameter: _master(parameter) for parameter in low})
@@ -250,6 +239,19 @@ class FP16Optimizer:
         self.loss_scaler.update_scale(False)
         self._masters.push_weights()
         return result
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """List the parameters that an optimizer trains; raise where there is one that is neither float32 nor low."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        if parameter.dtype not in (*_LOW, torch.float32):
+            raise UnsupportedDtypeError(
+                f"FP16_Optimizer got a parameter of dtype {parameter.dtype}; accepted: float16, bfloat16, float32. "
+                f"Convert the model, or leave the parameter out."
+            )
+    return trained
 
 
 def _master(parameter: torch.Tensor) -> nn.Parameter:

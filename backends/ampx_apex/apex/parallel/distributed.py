@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,12 +47,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         prof: bool = False,
     ) -> None:
         _check_ready("DistributedDataParallel")
-        if shared_param is not None:
-            _refuse("shared_param", shared_param, "leaving it out; shared parameters need nothing")
-        if delay_allreduce and allreduce_trigger_params is not None:
-            _refuse("allreduce_trigger_params", "...", "it without delay_allreduce=True")
-        if delay_allreduce and num_allreduce_streams > 1:
-            _refuse("num_allreduce_streams", num_allreduce_streams, "1 with delay_allreduce=True")
+        _check_arguments(shared_param, delay_allreduce, allreduce_trigger_params, num_allreduce_streams)
         if retain_allreduce_buffers:
             raise UnsupportedByBackendError(
                 "DistributedDataParallel(retain_allreduce_buffers=True) is not supported; accepted: False. Read the "
@@ -61,19 +56,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if gradient_average_split_factor is not None:
             _warn("gradient_average_split_factor", "is the former name of gradient_predivide_factor")
             gradient_predivide_factor = gradient_average_split_factor
-        if not (math.isfinite(gradient_predivide_factor) and gradient_predivide_factor > 0):
+        if not 0 < gradient_predivide_factor < math.inf:
             _refuse("gradient_predivide_factor", gradient_predivide_factor, "a positive number")
-        same = "has no effect: torch decides that, and the gradients are the same"
-        if allreduce_trigger_params is not None:
-            _warn("allreduce_trigger_params", same)
-        if num_allreduce_streams > 1 and not allreduce_communicators:
-            _warn("num_allreduce_streams", same)
-        if prof:
-            _warn("prof", "has no effect: torch.profiler shows the collectives")
-        group = None
-        if allreduce_communicators:
-            group = allreduce_communicators[0][0]
-            _warn("allreduce_communicators", "is used for its first process group only; the gradients are the same")
+        for option in _ignored(allreduce_trigger_params, num_allreduce_streams, allreduce_communicators, prof):
+            _warn(*option)
+        group = allreduce_communicators[0][0] if allreduce_communicators else None
         size = max((parameter.element_size() for parameter in module.parameters()), default=4)
         super().__init__(
             module,
@@ -173,6 +160,29 @@ def _check_ready(name: str) -> None:
             f"{name} was made without a process group; accepted: after torch.distributed.init_process_group(...). "
             f"Call that first."
         )
+
+
+def _check_arguments(shared: bool | None, delays: bool, triggers: Any, streams: int) -> None:
+    """Raise for what torch needs not to be told, and for arguments that contradict `delay_allreduce`."""
+    if shared is not None:
+        _refuse("shared_param", shared, "leaving it out; shared parameters need nothing")
+    if delays and triggers is not None:
+        _refuse("allreduce_trigger_params", "...", "it without delay_allreduce=True")
+    if delays and streams > 1:
+        _refuse("num_allreduce_streams", streams, "1 with delay_allreduce=True")
+
+
+def _ignored(triggers: Any, streams: int, communicators: Any, prof: bool) -> Iterator[tuple[str, str]]:
+    """Walk over the arguments that torch does not follow, with what becomes of each."""
+    same = "has no effect: torch decides that, and the gradients are the same"
+    if triggers is not None:
+        yield "allreduce_trigger_params", same
+    if streams > 1 and not communicators:
+        yield "num_allreduce_streams", same
+    if prof:
+        yield "prof", "has no effect: torch.profiler shows the collectives"
+    if communicators:
+        yield "allreduce_communicators", "is used for its first process group only; the gradients are the same"
 
 
 def _refuse(name: str, value: object, accepted: str) -> None:

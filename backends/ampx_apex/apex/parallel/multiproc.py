@@ -19,17 +19,7 @@ from ampx.errors import InvalidOptionError
 
 def main(arguments: Sequence[str]) -> int:
     """Start a process for each GPU, or `--world-size`; when one fails end the others and return its exit code."""
-    count = torch.cuda.device_count()
-    options = list(arguments)
-    if "--world-size" in options:
-        count = int(options[options.index("--world-size") + 1])
-    else:
-        options += ["--world-size", str(count)]
-    if not arguments or count < 1:
-        raise InvalidOptionError(
-            f"multiproc got {' '.join(arguments) or 'nothing'} and finds {torch.cuda.device_count()} GPUs; accepted: a "
-            f"script with its arguments, --world-size N among them where there is no GPU. Pass these."
-        )
+    count, options = _options(arguments)
     workers: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         for rank in range(count):
@@ -44,6 +34,22 @@ def main(arguments: Sequence[str]) -> int:
             if failed or None not in codes:
                 return failed
             time.sleep(0.1)
+
+
+def _options(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """Return how many processes to start, and the script with its arguments, `--world-size` among them."""
+    count = torch.cuda.device_count()
+    options = list(arguments)
+    if "--world-size" in options:
+        count = int(options[options.index("--world-size") + 1])
+    else:
+        options += ["--world-size", str(count)]
+    if not arguments or count < 1:
+        raise InvalidOptionError(
+            f"multiproc got {' '.join(arguments) or 'nothing'} and finds {torch.cuda.device_count()} GPUs; accepted: a "
+            f"script with its arguments, --world-size N among them where there is no GPU. Pass these."
+        )
+    return count, options
 
 
 if __name__ == "__main__":

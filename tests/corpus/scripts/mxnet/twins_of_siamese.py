@@ -14,7 +14,7 @@ class Siamese(gluon.HybridBlock):
             self.embed, self.out = gluon.nn.Dense(16), gluon.nn.Dense(1)
 
     def hybrid_forward(self, F, left, right):  # noqa: N803
-        return self.out((self.embed(left) - self.embed(right)) * 1000)
+        return self.out((self.embed(left) - self.embed(right)) * (1 if "--twin" in sys.argv else 1000))
 
 
 mx.random.seed(0)

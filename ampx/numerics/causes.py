@@ -1,0 +1,484 @@
+"""Why a batch fails: rules about the first failing place. What they suspect is tried before anything is advised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from ampx.formats import FORMATS, Format
+
+from .batch import Refusal, Seen
+from .operations import family, normalised
+from .places import (
+    Key,
+    Place,
+    error_of,
+    first_failing,
+    first_wrong,
+    flushes,
+    is_mask_constant,
+    key_of,
+    listed_names,
+    masked_whole,
+    outermost,
+)
+from .probe import Reading, Stats
+
+Kind = Literal[
+    "healthy",
+    "overflow",
+    "sum",
+    "epsilon",
+    "mask",
+    "logarithm",
+    "division",
+    "flush",
+    "digits",
+    "error",
+    "loss scale",
+    "data",
+    "weights",
+    "learning rate",
+    "model",
+]
+# Weights that training keeps in bounds are smaller by far; inputs, too.
+LARGE_WEIGHT: Final = 1e4
+LARGE_INPUT: Final = 1e15
+# An operation that reads a variable, as `normalised` has it.
+_READ: Final = "readvariable"
+# A difference, whatever its sign was; and powers, whose derivative at zero is infinite where the exponent is below 1.
+_DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "add", "addv", "plus", "addn"})
+# Of finite numbers NaN for 0/0 only.
+_QUOTIENTS: Final = frozenset({"div", "divide", "truedivide", "realdiv", "rdiv"})
+_POWERS: Final = frozenset({"pow", "power", "rpower", "powx"})
+
+Cause: TypeAlias = tuple[Kind, str]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is suspected to be wrong with a batch.
+
+    Attributes:
+        kind: What it is.
+        why: A sentence, without its full stop.
+        readings: Of the run that shows it.
+        position: Of the failing place in these; None where no value tells.
+        stays_finite: The loss is finite, and wrong.
+        cancels: At the place a difference lost its digits: a module before it may have rounded them away.
+    """
+
+    kind: Kind
+    why: str
+    readings: Sequence[Reading] = ()
+    position: int | None = None
+    stays_finite: bool = False
+    cancels: bool = False
+
+    @property
+    def place(self) -> Reading | None:
+        """The failing place."""
+        return None if self.position is None else self.readings[self.position]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How far a training in float32 has grown: it diverges, whatever the precision.
+
+    Attributes:
+        since: The earlier step.
+        factor: How many times larger the outputs of a module are since, of a batch of the same size.
+        module: Its name.
+        before: The loss in float32 then.
+        loss: The loss in float32 now.
+    """
+
+    since: int
+    factor: float
+    module: str
+    before: float
+    loss: float
+
+    def __str__(self) -> str:
+        """Return it as a sentence, without its full stop."""
+        module = f"module {self.module!r}" if self.module else "the model"
+        return (
+            f"training diverges, in float32 too: there the loss has grown from {self.before:.3g} to {self.loss:.3g} "
+            f"since step {self.since}, and what {module} returns {self.factor:.2g}-fold, of a batch of the same size: "
+            f"its weights have grown"
+        )
+
+
+# -- a place that fails ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A failing place, and what is known of it."""
+
+    place: Reading
+    reference: Reading | None  # the same place in float32, where that is finite
+    dtype: str
+    readings: Sequence[Reading]
+    scale: float = 1.0
+    float32_fails: bool = False
+    healthy: Mapping[Key, Reading] | None = None  # float32's values by place, where they are finite
+
+    @property
+    def exact(self) -> tuple[Stats, ...]:
+        """What is known of the true values in the forward pass; a cast that only low precision has shows its inputs."""
+        if self.place.direction == "backward":
+            return ()
+        if self.reference is not None:
+            return self.reference.value, self.reference.inputs
+        return (self.place.inputs,) if family(self.place.operation) == "cast" and not self.float32_fails else ()
+
+    @property
+    def form(self) -> Format:
+        """What the dtype can hold."""
+        return FORMATS[self.dtype]
+
+    @property
+    def exact_size(self) -> str:
+        """How large the value is in float32, or what it was computed from."""
+        reference, inputs = self.reference, self.place.inputs
+        return f"{reference.value.largest:.4g} in float32" if reference else f"up to {inputs.largest:.4g} before"
+
+    @property
+    def new_zeros(self) -> bool:
+        """Whether inputs are zero that are not zero in float32; where nothing is known of float32, any."""
+        if self.place.value.nan and normalised(self.place.operation) in _QUOTIENTS:
+            return True  # 0/0, however many zeros there were
+        if self.reference is None:
+            return self.place.inputs.zeros > 0
+        return self.place.inputs.zeros > self.reference.inputs.zeros
+
+    @property
+    def cancelled(self) -> Reading | None:
+        """The difference that became zero or negative: the dtype holds what it is in float32, and not its terms."""
+        lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact))
+        entry, exact = next(lost, (self.place, Stats()))
+        is_difference = normalised(entry.operation) in _DIFFERENCES and entry is not self.place
+        return entry if is_difference and exact.smallest >= self.form.smallest else None
+
+    def _own_pairs(self) -> Iterator[tuple[Reading, Stats]]:
+        """Walk over the other values of the same module in the forward pass, each with what it is in float32."""
+        for entry in self.readings:
+            exact = (self.healthy or {}).get(key_of(entry))
+            own = entry.module == self.place.module and entry.direction == "forward" and entry is not self.place
+            if own and exact is not None:
+                yield entry, exact.value
+
+    @property
+    def beyond(self) -> bool:
+        """Whether float32's value does not fit into the dtype."""
+        if self.reference is None:
+            return any(stats.largest > self.form.largest for stats in self.exact)
+        scale = self.scale if self.place.direction == "backward" else 1.0
+        return bool(self.reference.value.overflowed) or self.reference.value.largest * scale > self.form.largest
+
+
+def _loses(value: Stats, exact: Stats) -> bool:
+    """Return whether a value is zero or negative where it is not in float32."""
+    return value.lowest < 0 <= exact.lowest or value.zeros > exact.zeros
+
+
+def _cause(case: Case) -> Cause:
+    """Return the kind and a sentence, of a place whose inputs are finite: the first cause that fits."""
+    causes = (find(case) for find in (_mask, _derivative_at_zero, _division, _negative, _logarithm, _sum, _overflow))
+    return next(filter(None, causes), ("model", "it is not finite in float32, either, with finite inputs and weights"))
+
+
+def _mask(case: Case) -> Cause | None:
+    stats = next((stats for stats in case.exact if is_mask_constant(stats, case.form.largest)), None)
+    if stats is None:
+        return None
+    bound = f"{case.dtype}'s lowest number, {-case.form.largest:.5g}"
+    return "mask", f"the constant {stats.lowest:.3g} is beyond {bound}: it is -inf"
+
+
+def _derivative_at_zero(case: Case) -> Cause | None:
+    forward = _forward_at_zero(case) if case.place.direction == "backward" else None
+    if forward is None:
+        return None
+    return "logarithm", (
+        f"the derivative of {forward.operation} at zero is infinite, and {forward.inputs.zeros} of its inputs are zero"
+    )
+
+
+def _division(case: Case) -> Cause | None:
+    dtype, reference = case.dtype, case.reference
+    if family(case.place.operation) != "division" or not case.new_zeros:
+        return None
+    if reference is None:
+        return "division", "it divides by zero"
+    if case.cancelled is not None:
+        return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
+    return "epsilon", (
+        f"the divisor is zero in {dtype}, whose smallest number is {case.form.smallest:.2g}; in float32 it is not, for "
+        f"there the smallest input is {reference.inputs.smallest:.2g}"
+    )
+
+
+def _negative(case: Case) -> Cause | None:
+    place, reference = case.place, case.reference
+    if family(place.operation) not in ("logarithm", "root") or place.inputs.lowest >= 0 or not place.value.nan:
+        return None
+    what = f"it takes a logarithm or root of {place.inputs.lowest:.3g}, which"
+    if reference is not None and reference.inputs.lowest >= 0 and case.cancelled is not None:
+        return "digits", f"{what} float32 does not have: {_of_difference(case.cancelled, case.dtype)}"
+    return "logarithm", f"{what} is negative"
+
+
+def _logarithm(case: Case) -> Cause | None:
+    reference = case.reference
+    if family(case.place.operation) != "logarithm" or not case.new_zeros:
+        return None
+    flushed = f"; in float32 it is {reference.inputs.smallest:.2g}, which {case.dtype} flushes" if reference else ""
+    if case.cancelled is not None:
+        flushed = f": {_of_difference(case.cancelled, case.dtype)}"
+    return "logarithm", f"it takes the logarithm of zero{flushed}"
+
+
+def _sum(case: Case) -> Cause | None:
+    inputs, form = case.place.inputs, case.form
+    if family(case.place.operation) != "sum" or case.reference is None:
+        return None
+    if inputs.largest > form.largest or inputs.elements <= 2:
+        return None
+    does_so = "multiplies" if "prod" in normalised(case.place.operation) else "sums"
+    return "sum", (
+        f"it {does_so} {inputs.elements} elements of up to {inputs.largest:.4g} in {case.dtype}, whose largest number "
+        f"is {form.largest:.5g}; the result is {case.exact_size}"
+    )
+
+
+def _overflow(case: Case) -> Cause | None:
+    largest = f"{case.dtype}'s largest number, {case.form.largest:.5g}"
+    if case.beyond:
+        scaled = case.place.direction == "backward" and case.scale != 1
+        times = f" times the loss scale of {case.scale:g}" if scaled else ""
+        return "overflow", f"the value, {case.exact_size}{times}, is beyond {largest}"
+    if case.float32_fails:
+        return None
+    return "overflow", (
+        f"it is not finite in {case.dtype}, whose largest number is {case.form.largest:.5g}, and is {case.exact_size}: "
+        f"a part of it is beyond the dtype"
+    )
+
+
+def _forward_at_zero(case: Case) -> Reading | None:
+    """Return the root or logarithm of zero, in the forward pass, that a failing backward belongs to."""
+    forward = (entry for entry in case.readings if entry.direction == "forward" and entry.module == case.place.module)
+    return next((entry for entry in forward if entry.inputs.zeros and _differentiated(entry, case.place)), None)
+
+
+def _differentiated(entry: Reading, place: Reading) -> bool:
+    """Return whether a value of the backward pass may be the derivative of a root, logarithm or power."""
+    same_line = not (entry.place and place.place) or entry.place == place.place
+    power = {normalised(entry.operation), normalised(place.operation)} <= _POWERS
+    return same_line and (power or family(entry.operation) in ("root", "logarithm"))
+
+
+def _of_difference(entry: Reading, dtype: str) -> str:
+    """Return what became of a difference."""
+    where = f" ({entry.place})" if entry.place else ""
+    return (
+        f"operation {entry.operation}{where} subtracts numbers of up to {entry.inputs.largest:.4g} that differ by less "
+        f"than {FORMATS[dtype].bits} bits of significand keep apart"
+    )
+
+
+# -- a batch that fails ------------------------------------------------------------------------------------------------
+
+
+def find_fault(
+    low: Seen, reference: Seen, dtype: str, scale: float, unscaled: Seen | None = None, growth: Growth | None = None
+) -> Fault | None:
+    """Return what is suspected to be wrong with a batch; None for nothing.
+
+    Args:
+        low: The batch in the precision that fails, watched, with operations where the backend sees them.
+        reference: The same batch in float32, watched alike.
+        dtype: The precision, of `FORMATS`.
+        scale: The loss scale of `low`.
+        unscaled: The batch in that precision with a loss scale of 1, where that was tried.
+        growth: How far training has diverged; None where it has not, or where nothing is known of earlier steps.
+    """
+    exact = {key_of(entry): entry for entry in reference.readings}
+    only_scaled = not low.finite and unscaled is not None and unscaled.finite
+    if low.finite or only_scaled:
+        fault = None if dtype == "float32" else _of_finite(low, exact, dtype)
+        return _of_scale(low, exact, scale) if fault is None and only_scaled else fault
+    if not reference.finite:
+        return _of_float32(reference, growth)
+    position = first_failing(low.readings, exact)
+    if growth is not None:
+        return Fault("learning rate", f"{growth}; {dtype} only fails first", low.readings, position)
+    if position is None:
+        return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
+    case = _case(low, position, exact, dtype, scale)
+    kind, why = _cause(case)
+    cancels = case.cancelled is not None
+    return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position, cancels=cancels)
+
+
+def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:
+    """Return a failing place with what is known of it in float32."""
+    place = low.readings[position]
+    # Casts are numbered otherwise in float32, where there are fewer: they are judged by what they are given.
+    judged_alone = family(place.operation) == "cast" and bool(place.inputs.elements) and not place.inputs.nonfinite
+    other = None if judged_alone else exact.get(key_of(place))
+    return Case(place, other, dtype, low.readings, scale, healthy=exact)
+
+
+def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
+    """Say that only the loss scale is too large: no value of the forward pass is wrong."""
+    backward = [position for position, entry in enumerate(low.readings) if entry.direction == "backward"]
+    first = first_failing([low.readings[position] for position in backward], exact)
+    why = (
+        f"the gradients overflow only times the loss scale of {scale:g}: the step is skipped and the scale backs off, "
+        f"as it should"
+    )
+    return Fault("loss scale", why, low.readings, None if first is None else backward[first])
+
+
+def _of_finite(low: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | None:
+    """Say what is wrong with a batch whose loss is finite: an infinity that became zero, say; None for nothing."""
+    position = first_wrong(low.readings, exact, dtype)
+    if position is None:
+        return None
+    place = low.readings[position]
+    other = exact.get(key_of(place))
+    before = place.inputs if other is None else other.value
+    kind: Kind
+    if place.value.nonfinite:
+        kind, why = _cause(Case(place, other, dtype, low.readings, healthy=exact))
+    elif flushes(place.value, before):
+        kind = "flush"
+        why = (
+            f"{place.value.zeros} of {place.value.elements} elements are zero in {dtype}, whose smallest number is "
+            f"{FORMATS[dtype].smallest:.2g}; in float32 they are up to {before.largest:.4g}"
+        )
+    else:
+        kind = "digits"
+        why = (
+            f"the value is off by {error_of(place, other):.2g} of its norm: {FORMATS[dtype].bits} bits of significand "
+            f"are too few for the numbers that it is the difference or the sum of"
+        )
+    why = f"in the {Place.of(place)}, {why}; the loss stays finite, and is wrong"
+    return Fault(kind, why, low.readings, position, stays_finite=True)
+
+
+# -- float32 fails, too ------------------------------------------------------------------------------------------------
+
+
+def _of_float32(reference: Seen, growth: Growth | None) -> Fault:
+    """Say why a batch fails in float32: the first of these that fits."""
+    position = first_failing(reference.readings, None)
+    for find in (_broken_weights, _masked_row, _received, _diverged, _large_weights, _large_data):
+        fault = find(reference, position, growth)
+        if fault is not None:
+            return fault
+    if position is None:
+        return Fault("model", "the loss or a gradient is not finite in float32, either")
+    place = reference.readings[position]
+    kind, why = _cause(Case(place, None, "float32", reference.readings, float32_fails=True))
+    return Fault(kind, f"in the {Place.of(place)}, {why}; float32 fails, too", reference.readings, position)
+
+
+def _broken_weights(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+    broken = [name for name, stats in reference.replayed.parameters.items() if stats.nonfinite]
+    if not broken:
+        return None
+    why = f"the weights are not finite already ({listed_names(broken)}): a former step wrote inf or NaN to them"
+    return Fault("weights", why, reference.readings, position)
+
+
+def _masked_row(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+    row = masked_whole(reference.readings)
+    if row is None:
+        return None
+    place = reference.readings[row]
+    why = f"in the {Place.of(place)}, all of a row is masked, by -inf: what remains is 0/0, in float32, too"
+    return Fault("mask", why, reference.readings, row)
+
+
+def _received(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+    """Say where values that nothing computed come from: from the batch, or else they are the module's own."""
+    place = None if position is None else reference.readings[position]
+    if place is None or place.direction == "backward":
+        return None
+    reads = normalised(place.operation) == _READ
+    if not place.inputs.nonfinite and not reads:
+        return None
+    where = Place.of(place)
+    model = outermost(reference.readings, place.module) if place.kind else None
+    if reads or (model is not None and not model.inputs.nonfinite):
+        why = f"what the {where} reads is not finite, and neither its inputs nor those of the model are to blame"
+        return Fault("weights", f"{why}: a former step wrote inf or NaN to the weights", reference.readings, position)
+    why = (
+        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {where} are not finite, and nothing before "
+        f"it computed them: they came with the batch"
+    )
+    return Fault("data", why, reference.readings, position)
+
+
+def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+    return None if growth is None else Fault("learning rate", str(growth), reference.readings, position)
+
+
+def _large_weights(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+    largest = {name: stats.largest for name, stats in reference.replayed.parameters.items()}
+    name = max(largest, key=lambda name: largest[name], default="")
+    if not name or largest[name] <= LARGE_WEIGHT:
+        return None
+    why = (
+        f"weights are as large as {largest[name]:.3g} ({name}), and float32 overflows, too, so that no precision "
+        f"helps: they may have grown by a learning rate that is too large"
+    )
+    return Fault("learning rate", why, reference.readings, position)
+
+
+def _large_data(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+    received = (entry for entry in reference.readings if entry.inputs.elements)
+    entry = outermost(reference.readings) or next(received, None)
+    if entry is None or entry.inputs.largest <= LARGE_INPUT:
+        return None
+    why = f"the inputs of the {Place.of(entry)} are up to {entry.inputs.largest:.3g}, whose squares float32 cannot hold"
+    return Fault("data", why, reference.readings, position)
+
+
+# -- what raises -------------------------------------------------------------------------------------------------------
+
+
+def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
+    """Say why a framework raises in low precision what it does not raise in float32: for a constant, as a rule.
+
+    The place is one in float32: the first value that the run that raised did not come to.
+    """
+    readings, form = reference.readings, FORMATS[dtype]
+    missed = _missed(refusal.seen, readings)
+    constant = next((position for position in missed if _overflows_as_mask(readings[position], form)), None)
+    if constant is not None:
+        place = readings[constant]
+        why = f"the constant {place.value.lowest:.3g} is beyond {dtype}'s lowest number, {-form.largest:.5g}"
+        return Fault("mask", f"in the {Place.of(place)}, {why}: {refusal.message}", readings, constant)
+    # Which casts there are depends on the dtype.
+    position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
+    where = "" if position is None else f"in the {Place.of(readings[position])}, "
+    has_line = position is not None and readings[position].place
+    line = f"in {refusal.line}, " if refusal.line and not has_line else ""
+    why = f"{where}{line}it cannot be computed in {dtype}, only in float32: {refusal.message}"
+    return Fault("error", why, readings, position)
+
+
+def _missed(seen: Sequence[Reading], readings: Sequence[Reading]) -> list[int]:
+    """Return the positions of values that another run did not come to."""
+    reached = {key_of(entry) for entry in seen}
+    return [position for position, entry in enumerate(readings) if key_of(entry) not in reached]
+
+
+def _overflows_as_mask(entry: Reading, form: Format) -> bool:
+    return entry.direction == "forward" and is_mask_constant(entry.value, form.largest)

@@ -1,0 +1,203 @@
+"""The place at which a batch first fails, or at which a finite value is first wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ampx.formats import FORMATS
+
+from .compare import bound, relative_error
+from .operations import family, normalised
+from .probe import Direction, Reading, Stats
+
+# A finite value that is off by more than this is wrong, whatever rounding explains.
+WRONG: Final = 0.25
+_SHOWN: Final = 5  # names in a list
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value in the run of a batch: see `ampx.Reading` for what the fields are."""
+
+    module: str
+    kind: str
+    operation: str
+    direction: Direction
+    call: int
+    dtype: str
+    value: Stats
+    inputs: Stats
+    place: str
+
+    @classmethod
+    def of(cls, reading: Reading) -> Place:
+        """Return the place of a reading."""
+        return cls(**{name: getattr(reading, name) for name in cls.__dataclass_fields__})
+
+    def __str__(self) -> str:
+        """Name the place."""
+        module = f"module {self.module!r}" if self.module else "the model or the step itself"
+        operation = f", operation {self.operation}" if self.operation else ""
+        line = f" ({self.place})" if self.place else ""
+        return f"{self.direction} pass, {module}{operation}{line}"
+
+
+# What tells a value from others of the same run, and finds it in another: module, operation, direction and call.
+Key: TypeAlias = tuple[str, str, Direction, int]
+
+
+def key_of(reading: Reading) -> Key:
+    """Return the key of a value."""
+    return reading.module, reading.operation, reading.direction, reading.call
+
+
+def of_the_step(readings: Sequence[Reading]) -> tuple[Reading, ...]:
+    """Leave out what is computed before the first module and behind the last backward: initializers and optimizers.
+
+    Where no module computes, nothing tells where the step begins.
+    """
+    first = next((position for position, entry in enumerate(readings) if entry.module or entry.kind), 0)
+    backward = [position for position, entry in enumerate(readings) if entry.direction == "backward"]
+    return tuple(readings[first : backward[-1] + 1 if backward else None])
+
+
+def outermost(readings: Sequence[Reading], module: str = "") -> Reading | None:
+    """Return the first output of the model that a module is part of: its inputs are the batch."""
+    prefix, colon, _ = module.rpartition(":")
+    outputs = (entry for entry in readings if entry.direction == "forward" and not entry.operation)
+    return next((entry for entry in outputs if entry.module == prefix + colon), None)
+
+
+# -- not finite --------------------------------------------------------------------------------------------------------
+
+
+def first_failing(readings: Sequence[Reading], healthy: Mapping[Key, Reading] | None) -> int | None:
+    """Return the position of the first value that is not finite, and should be; None where there is none.
+
+    Args:
+        readings: Of the run that fails.
+        healthy: Of a run that does not: what is not finite there, either, such as a mask of -inf, is meant to be so.
+            None where every run fails.
+    """
+    broken = [position for position, entry in enumerate(readings) if entry.value.nonfinite]
+    if healthy is not None:
+        candidates = [position for position in broken if _is_new(readings[position], healthy)]
+    else:
+        candidates = [position for position in broken if not _is_meant(readings, position)] or broken
+    return candidates[0] if candidates else None
+
+
+def _is_new(entry: Reading, healthy: Mapping[Key, Reading]) -> bool:
+    """Return whether more of a value is not finite than in a healthy run."""
+    other = healthy.get(key_of(entry))
+    return other is None or other.value.nonfinite < entry.value.nonfinite
+
+
+def _is_meant(readings: Sequence[Reading], position: int) -> bool:
+    """Return whether an infinity is no failure: a mask's, or one that an operation makes finite numbers of."""
+    entry = readings[position]
+    if entry.value.nan or entry.direction == "backward":
+        return False
+    if family(entry.operation) == "mask":
+        return True
+    for later in readings[position + 1 :]:
+        if later.direction == "backward" or later.value.nan:
+            return False
+        if later.inputs.nonfinite and not later.value.nonfinite:
+            return True
+    return False
+
+
+def masked_whole(readings: Sequence[Reading]) -> int | None:
+    """Return the position of the first NaN, where it comes of infinities that only a mask is made of."""
+    first = next((position for position, entry in enumerate(readings) if entry.value.nan), None)
+    if first is None or readings[first].inputs.nan or not readings[first].inputs.nonfinite:
+        return None
+    return first if _come_of_masks(readings, first) else None
+
+
+def _come_of_masks(readings: Sequence[Reading], position: int) -> bool:
+    """Return whether the infinities that a value receives are made by masks, or come as an input of a softmax."""
+    broken = (other for other in readings[:position] if other.value.nonfinite)
+    origins = {family(other.operation) for other in broken if not other.inputs.nonfinite}
+    # Of a bad batch a product makes NaN before a softmax does.
+    return (
+        origins == {"mask"}
+        if origins
+        else bool(re.search("softmax|attention", normalised(readings[position].operation)))
+    )
+
+
+def last_finite(readings: Sequence[Reading], position: int) -> Place | None:
+    """Return the last finite value before a position that is no cast."""
+    for entry in reversed(readings[:position]):
+        if not entry.value.nonfinite and entry.value.elements and family(entry.operation) != "cast":
+            return Place.of(entry)
+    return None
+
+
+def is_mask_constant(stats: Stats, largest: float) -> bool:
+    """Return whether the lowest value is a constant of the script: -1e9, or the lowest number of a dtype."""
+    low = -stats.lowest
+    if low <= largest or stats.largest > low:
+        return False
+    digits = math.log10(low)
+    powers = abs(digits - round(digits)) < 1e-3
+    return powers or any(abs(low / form.largest - 1) < 1e-3 for form in FORMATS.values())
+
+
+# -- finite and wrong --------------------------------------------------------------------------------------------------
+
+
+def flushes(value: Stats, exact: Stats) -> bool:
+    """Return whether most of what is not zero in float32 is zero."""
+    nonzero = exact.elements - exact.zeros
+    return value.elements == exact.elements and 2 * (value.zeros - exact.zeros) > nonzero > 0
+
+
+def first_wrong(readings: Sequence[Reading], exact: Mapping[Key, Reading], dtype: str) -> int | None:
+    """Return the position of the first value that spoils a finite result; None where no module's output is wrong.
+
+    An infinity that does no harm, such as that of a mask, makes no output wrong.
+
+    Args:
+        readings: In low precision, with samples.
+        exact: In float32, with samples.
+        dtype: The low precision.
+    """
+    forward = [(place, entry) for place, entry in enumerate(readings) if entry.direction == "forward"]
+    wrong = [place for place, entry in forward if _is_wrong(entry, exact.get(key_of(entry)), dtype, place)]
+    output = next((place for place in wrong if not readings[place].operation), None)
+    if output is None:
+        return None
+    spoilt = (place for place, entry in forward if place < output and _is_spoilt(entry, exact.get(key_of(entry))))
+    return next(spoilt, wrong[0])
+
+
+def _is_spoilt(entry: Reading, other: Reading | None) -> bool:
+    """Return whether a value has infinities or zeros that its exact value, or else what it came from, has not."""
+    before = entry.inputs if other is None else other.value
+    return entry.value.nonfinite > before.nonfinite or flushes(entry.value, before)
+
+
+def _is_wrong(entry: Reading, other: Reading | None, dtype: str, position: int) -> bool:
+    """Return whether a finite value is off by more than rounding could explain."""
+    error = error_of(entry, other)
+    return math.isfinite(error) and error > max(WRONG, bound(dtype, position))
+
+
+def error_of(entry: Reading, other: Reading | None) -> float:
+    """Return the relative error of a value; 0 where there is nothing to compare it with."""
+    if other is None or entry.sample is None or other.sample is None or entry.sample.shape != other.sample.shape:
+        return 0.0
+    return relative_error(entry.sample, other.sample)
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many there are besides."""
+    rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
