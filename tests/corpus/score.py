@@ -82,6 +82,7 @@ def diagnosed(runner, case, twin):
     """Return the verdict on `ampx diagnose`, and what it said."""
     done = runner.ampx("diagnose", "--dtype", case.dtype, "--json", case.script, *(["--twin"] if twin else []))
     if not done.stdout.lstrip().startswith("{"):
+        assert "Traceback" not in done.stderr, done.stderr[-3000:]  # a crash is no verdict
         said = " ".join((done.stdout + done.stderr).split())[-600:]
         innocent = "precision is innocent" in said and case.float32 == "healthy"
         return ("wrong" if innocent else "silent"), said
