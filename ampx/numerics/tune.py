@@ -460,7 +460,7 @@ class Search(abc.ABC, Generic[Run]):
         """Return the operations that make what is not finite of what is finite, which may do instead of modules."""
 
     @abc.abstractmethod
-    def found(self, kept: Kept) -> dict[str, Any]:
+    def policy_fields(self, kept: Kept) -> dict[str, Any]:
         """Return `deny`, `allow` and `reasons` of the policy, with what was measured."""
 
     @abc.abstractmethod
@@ -583,7 +583,7 @@ def searched(search: Search[Any], repeats: int) -> TunedPolicy:
         dtype=search.dtype,
         level="O1",
         loss_scale="dynamic" if scaled(search.dtype) and not search.for_inference else 1.0,
-        **search.found(kept),
+        **search.policy_fields(kept),
         operations=instead if instead and search.passes(Kept(operations=frozenset(instead))) else (),
     )
     if repeats:
@@ -749,7 +749,7 @@ class _BatchSearch(Search[_Replay]):
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
         return failing(self.read_operations(NOTHING)) if modules and self.takes_operations else ()
 
-    def found(self, kept: Kept) -> dict[str, Any]:
+    def policy_fields(self, kept: Kept) -> dict[str, Any]:
         errors = (*worst_errors(self.errors, "backward"), *worst_errors(self.errors, "forward"))
         worst = {entry.module: entry for entry in errors}
         kinds = {name: self._reason(worst.get(name)) for name in self.order if name in kept.modules}

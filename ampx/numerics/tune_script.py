@@ -351,7 +351,7 @@ class _ScriptSearch(Search[Outcome]):
             return frozenset({alone})
         return minimal(names, lambda names: bool(names) and self.passes(Kept(operations=names)))
 
-    def found(self, kept: Kept) -> dict[str, Any]:
+    def policy_fields(self, kept: Kept) -> dict[str, Any]:
         patterns = filter(None, kept_in_float32(kept.modules, self.modules))
         outside = f"fails in {self.dtype}, outside of modules"
         denied = [Choice(f"{MODULE}{pattern}", self._reason(pattern, kept.modules)) for pattern in patterns]

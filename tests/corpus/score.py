@@ -149,13 +149,13 @@ def told_by(tool):
     def judge(runner, case, twin):
         script = HERE / f"others_{case.framework}.py"
         done = run_python(script, tool, case.dtype, case.script, *(["--twin"] if twin else []), timeout=600, check=True)
-        told = json.loads(done.stdout.splitlines()[-1])
-        said = " ".join(told["said"].split())[-500:]
+        answer = json.loads(done.stdout.splitlines()[-1])
+        said = " ".join(answer["said"].split())[-500:]
         if twin:
-            return ("accused" if told["blamed"] else "right"), said
-        if not told["blamed"]:
+            return ("accused" if answer["blamed"] else "right"), said
+        if not answer["blamed"]:
             return "silent", said
-        named = told["module"] in case.modules if told["module"] else holds_the_code(case, told["line"])
+        named = answer["module"] in case.modules if answer["module"] else holds_the_code(case, answer["line"])
         return ("right without cure" if named else "wrong"), said
 
     return judge

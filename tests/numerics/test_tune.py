@@ -108,7 +108,7 @@ class PlantedSearch(Search):
     def failure(self, run):
         return "steps are skipped" if run[1] else self.says(run[0])
 
-    smallest_operations = failing_operations = found = hopeless = slow = times = None
+    smallest_operations = failing_operations = policy_fields = hopeless = slow = times = None
 
 
 PlantedSearch.__abstractmethods__ = frozenset()
