@@ -193,17 +193,15 @@ class WatchTests(PrecisionTests):
         """Of several tensors together there are no more elements than were asked for, at one distance."""
         import numpy as np
 
-        from ampx.numerics.rounding import sample
-
         inputs = np.arange(1.0, 8.0, dtype=np.float32)
         fork = self.subject.fork([float(value) for value in inputs])
         if fork is None:
             pytest.skip(f"the harness of {self.subject.framework} has no module that returns several tensors")
         model, step, name = fork
         _, readings = self.see((), (), watching=Watching(samples=4), chain=(model, step, [name]))
-        expected = sample(np.concatenate([inputs, 2 * inputs]), 4)
+        expected = np.concatenate([inputs, 2 * inputs])[::4]  # 4 has no factor of the seven elements of each
         np.testing.assert_array_equal(only(readings, name).sample, expected)
-        gradients = sample(np.repeat(np.float32([1.0, 3.0]), len(inputs)), 4)
+        gradients = np.repeat(np.float32([1.0, 3.0]), len(inputs))[::4]
         np.testing.assert_array_equal(only(readings, name, "backward").sample, gradients)
 
     @requires("probe")
