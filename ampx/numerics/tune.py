@@ -262,7 +262,9 @@ def first_order(reference: Sequence[Reading], low: Sequence[Reading], loss: floa
     effects: dict[str, float] = {}
     for key in [key for key in outputs if key in gradients and key in values]:
         if outputs[key].shape == gradients[key].shape == values[key].shape:
-            moved = float(np.dot(gradients[key], values[key] - outputs[key])) * sizes[key] / max(1, outputs[key].size)
+            with np.errstate(invalid="ignore", over="ignore"):  # of what is not finite nothing is known in first order
+                product = float(np.dot(gradients[key], values[key] - outputs[key]))
+            moved = product * sizes[key] / max(1, outputs[key].size)
             effect = abs(moved) / (abs(loss) or 1.0)
             effects[key[0]] = max(effect if math.isfinite(effect) else 0.0, effects.get(key[0], 0.0))
     return effects

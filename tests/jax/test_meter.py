@@ -83,7 +83,12 @@ def test_the_numbers_equal_a_count_in_numpy(dtype):
     after, state = step(tx, before, state, gradients)
     expected = meter.Meter(2, dtype, 1024.0, counted(before, after, gradients, dtype, "float32"))
     assert ampx.meter(state) == expected
-    assert [entry.sampled for entry in expected.parameters] == [2000, 3000, 2, 4000]
+    assert [entry.sampled for entry in expected.parameters] == [
+        2000,
+        858,
+        2,
+        4000,
+    ]  # every 7th of 6,000, which has the factors 2, 3 and 5
     assert 0 < expected.lost < 1
     assert 0 < expected.flushed < 1 or dtype == "bfloat16"
     after, state = step(tx, after, state, gradients)
