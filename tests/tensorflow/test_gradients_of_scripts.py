@@ -609,7 +609,6 @@ def _no_checks():
     tf.debugging.disable_check_numerics()
 
 
-@pytest.mark.usefixtures("_no_checks")
 @pytest.mark.parametrize("compiled", [lambda function: function, tf.function], ids=["eager", "function"])
 def test_a_tape_watches_variables_of_the_script_and_none_of_the_run(compiled):
     """Which the run has for the losses of a function, and for the loss scale that a gradient function asks for."""
@@ -636,6 +635,7 @@ def test_a_tape_watches_variables_of_the_script_and_none_of_the_run(compiled):
     assert weight == 1.5
 
 
+@pytest.mark.usefixtures("_no_checks")
 @pytest.mark.parametrize("scale", [65536.0, 1.0])
 def test_checks_that_end_a_script_at_an_overflow_are_refused_where_losses_are_scaled(scale):
     _, region = automated(scale)

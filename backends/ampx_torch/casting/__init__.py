@@ -9,10 +9,11 @@ region, after they were used and before either of these, need `forget_weights()`
 
 from __future__ import annotations
 
+import operator
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -28,6 +29,7 @@ from . import compiled, loaders, module_rules, oplists, rules
 # Names for callers that cannot afford a region: read the flag, switch off, restore in `finally`.
 is_on = torch.is_autocast_enabled
 switch = torch.set_autocast_enabled
+_call: Final = operator.methodcaller("__call__")
 
 
 class _Thread(threading.local):
@@ -49,16 +51,24 @@ class _Level:
         self.outer = self if outer is None else outer
         if device:
             self._device, self._flags = device, _flags(device)
-            torch.autocast_increment_nesting()  # how many of torch's own regions there are, only a change tells
-            self._nesting = torch.autocast_decrement_nesting()
+            self._nesting = _nesting()
 
     def restore(self) -> None:
         """Put back what the region has found."""
         _set_flags(self._device, self._flags)
-        torch.autocast_increment_nesting()
-        while torch.autocast_decrement_nesting() > self._nesting:
-            pass
+        while _nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
+
+
+def _nesting() -> int:
+    """Return how many of torch's own regions the calling thread is in, which only a change tells.
+
+    Both changes are made without a place between them at which an exception could be raised.
+    """
+    nesting: int
+    _, nesting = map(_call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return nesting
 
 
 _thread = _Thread()
@@ -109,7 +119,7 @@ def deactivate(plan: CastPlan) -> None:
     _thread.level = _Level()
     if before is not None:
         _set_flags(_thread.device, before)
-        compiled.release()
+        compiled.release(_thread)
         torch.clear_autocast_cache()
 
 
@@ -120,11 +130,11 @@ def enter_thread(plan: CastPlan) -> None:
     if _thread.before is not None and _thread.device != plan.device:
         # A thread of an earlier session that casted on another device.
         _set_flags(_thread.device, _thread.before)
-        compiled.release()
+        compiled.release(_thread)
         _thread.before = None
     if _thread.before is None:
         _thread.device, _thread.before = plan.device, _flags(plan.device)
-        compiled.keep_backward_uncast()
+        compiled.keep_backward_uncast(_thread)
     _set_flags(plan.device, (True, DTYPES[plan.dtype], False))
     torch.clear_autocast_cache()
 
@@ -204,10 +214,10 @@ class On:
 
     def __enter__(self) -> None:
         rules.install(self._plan)
-        compiled.keep_backward_uncast()
         self._region = torch.autocast(self._plan.device, DTYPES[self._plan.dtype], cache_enabled=True)
         self._level = _Level(_thread.level, self._plan.device)
         self.__class__ = _Entered  # which undoes what follows, wherever it is interrupted
+        compiled.keep_backward_uncast(self)
         _thread.level = self._level
         # Reached by optimizers that are not wrapped, too.
         self._handle = register_optimizer_step_post_hook(_forget_after_step)
@@ -227,8 +237,8 @@ class On:
     def _end(self) -> None:
         if self._handle is not None:
             self._handle.remove()
+        compiled.release(self)
         self.__class__ = On
-        compiled.release()
         rules.uninstall(self._plan)
 
 

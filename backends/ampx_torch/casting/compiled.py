@@ -19,21 +19,22 @@ _AS_FORWARD: Final = ("same_as_forward", "default")
 class _Thread(threading.local):
     """The users of the option, and its first value: torch keeps it by thread, and reading it is slow."""
 
-    users: int = 0
-    asked: bool = False
-    before: Any = None  # None: it is not there, or somebody chose it
+    def __init__(self) -> None:
+        self.users: set[int] = set()  # by identity: who was interrupted may give it back without having taken it
+        self.asked = False
+        self.before: Any = None  # None: it is not there, or somebody chose it
 
 
 _thread = _Thread()
 
 
-def keep_backward_uncast() -> None:
-    """Have functions that are compiled from now on run backward without casts, until `release` was called as often.
+def keep_backward_uncast(user: object) -> None:
+    """Have functions that are compiled from now on run backward without casts, until each user has released it.
 
     What somebody chose before stays.
     """
-    _thread.users += 1
-    if _thread.users > 1:
+    _thread.users.add(id(user))
+    if len(_thread.users) > 1:
         return
     if not _thread.asked:
         before = getattr(_options(), _OPTION, None)
@@ -42,10 +43,10 @@ def keep_backward_uncast() -> None:
         setattr(_options(), _OPTION, "off")
 
 
-def release() -> None:
-    """Undo one `keep_backward_uncast`."""
-    _thread.users -= 1
-    if _thread.users == 0 and _thread.before is not None:
+def release(user: object) -> None:
+    """Undo the user's `keep_backward_uncast`."""
+    _thread.users.discard(id(user))
+    if not _thread.users and _thread.before is not None:
         setattr(_options(), _OPTION, _thread.before)
 
 
