@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,20 +90,23 @@ Again: TypeAlias = Callable[[Change, Sequence[str]], "Seen | Refusal"]
 class Search:
     """The search for the smallest set of modules that cures a batch when they are kept in float32."""
 
-    def __init__(self, fault: Fault, reference: Seen, dtype: str, again: Again, scale: float | None = None) -> None:
+    def __init__(
+        self, fault: Fault, reference: Callable[[], Seen], dtype: str, again: Again, scale: float | None = None
+    ) -> None:
         """Start with nothing tried.
 
         Args:
             fault: What is suspected.
-            reference: The batch in float32.
+            reference: Returns what a cured batch is like: the batch in float32, since as long as `again` changes it.
             dtype: The precision that fails.
             again: Runs the batch in that precision with a change.
             scale: The loss scale to try with; None for that of the batch.
         """
         self.experiments: list[Experiment] = []
-        self.lost_before = False  # in float32 digits cancel at the place as well: they were lost before
-        self._fault, self._reference, self._dtype, self._again, self._scale = fault, reference, dtype, again, scale
-        self._exact = {key_of(entry): entry for entry in reference.readings}
+        self.producer = ""  # which loses the digits that are missed at the place: with it in float32 the loss is right
+        self._lost_before = False  # in float32 digits cancel at the place as well
+        self._fault, self._dtype, self._again, self._scale = fault, dtype, again, scale
+        self._reference = functools.cache(reference)
 
     def cure(self, settled: Seen | None = None) -> Change | None:
         """Return the change that cures the batch; None where none of those tried does, or nothing is to be cured.
@@ -124,12 +128,14 @@ class Search:
                 break
             kept = (*kept, module)
             seen = self._attempt(Change(kept, self._scale))
+            if self._lost_before and not self.producer and self.experiments[-1].error <= WRONG:
+                self.producer = module
             if self.experiments[-1].cures:
                 return Change(self._needed(kept), self._scale)
             if seen is not None:
                 readings, position = seen.readings, self._failing(seen)
                 first = self._fault.cancels and len(kept) == 1
-                self.lost_before |= first and _fails_forward_in(kept[0], readings, position)
+                self._lost_before |= first and _fails_forward_in(kept[0], readings, position)
         wider = Change(scale=1.0, dtype="bfloat16")
         if self._dtype == "float16" and self._fault.kind in RANGE:
             self._attempt(wider)
@@ -146,7 +152,7 @@ class Search:
 
     def _attempt(self, change: Change) -> Seen | None:
         """Run the batch with a change, and note what came out."""
-        seen = self._again(change, [entry.module for entry in self._reference.readings])
+        seen = self._again(change, [entry.module for entry in self._reference().readings])
         if isinstance(seen, Refusal):
             self.experiments.append(Experiment(str(change), math.nan, math.nan, False, False, seen.message))
             return None
@@ -156,15 +162,14 @@ class Search:
     def _judged(self, change: Change, seen: Seen) -> Experiment:
         """Return what came out of a change."""
         loss = seen.replayed.loss
-        error = relative_error(np.array([loss]), np.array([self._reference.replayed.loss]))
+        error = relative_error(np.array([loss]), np.array([self._reference().replayed.loss]))
         agrees = seen.finite and error <= WRONG and (not self._fault.stays_finite or self._failing(seen) is None)
         return Experiment(str(change), loss, error, seen.finite, agrees)
 
     def _failing(self, seen: Seen) -> int | None:
         """Return where a run fails, or where it is wrong though all is finite."""
-        if seen.finite:
-            return first_wrong(seen.readings, self._exact, self._dtype)
-        return first_failing(seen.readings, self._exact)
+        exact = {key_of(entry): entry for entry in self._reference().readings}
+        return first_wrong(seen.readings, exact, self._dtype) if seen.finite else first_failing(seen.readings, exact)
 
 
 def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) -> str | None:

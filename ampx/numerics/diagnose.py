@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -185,6 +185,7 @@ def examined(
     scale: float,
     again: Again | None,
     growth: Growth | None = None,
+    cured: Callable[[], Seen] | None = None,
 ) -> Diagnosis:
     """Say where a batch first fails, and why.
 
@@ -195,14 +196,17 @@ def examined(
         scale: The loss scale of `low`.
         again: Runs the batch in that precision with a change; None where nothing is to be tried.
         growth: How far training has diverged in float32, if it has.
+        cured: Returns the batch in float32 since as long as `again` changes it; None for `reference`.
     """
+    compared = cured or (lambda: reference)
     if isinstance(low, Refusal):
-        return _concluded(refusal_fault(low, reference, dtype), None, reference, dtype, scale, again)
+        refused = refusal_fault(low, reference, dtype)
+        return _concluded(refused, None, reference, dtype, scale, again, compared=compared)
     overflows = low is not reference and math.isfinite(low.replayed.loss) and low.overflows
     unscaled = again(Change(scale=1.0), ()) if again is not None and overflows and scale != 1 else None
     settled = unscaled if isinstance(unscaled, Seen) and unscaled.finite else None
     fault = find_fault(low, reference, dtype, scale, settled, growth)
-    return _concluded(fault, low, reference, dtype, scale, again, settled)
+    return _concluded(fault, low, reference, dtype, scale, again, settled, compared)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscaled: Seen | None = None) -> Diagnosis:
@@ -218,15 +222,17 @@ def _concluded(
     scale: float,
     again: Again | None,
     settled: Seen | None = None,
+    compared: Callable[[], Seen] | None = None,
 ) -> Diagnosis:
     """Return the diagnosis of a fault, after trying what may cure it; `settled` is the batch with a scale of 1."""
     fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
     fails = not reference.finite
     cure, experiments = None, []
-    if again is not None and not fails:
-        search = Search(fault, reference, dtype, again, None if settled is None else 1.0)
+    if again is not None and compared is not None and not fails:
+        search = Search(fault, compared, dtype, again, None if settled is None else 1.0)
         cure, experiments = search.cure(settled), search.experiments
-        fault = _of_producer(fault, cure, dtype) if search.lost_before and cure is not None else fault
+        if cure is not None and search.producer in cure.float32:
+            fault = _of_producer(fault, search.producer, cure, dtype)
     place = fault.place
     return Diagnosis(
         fault.kind,
@@ -253,11 +259,11 @@ def _bearing(fault: Fault, dangers: tuple[Risk, ...]) -> tuple[Risk, ...]:
     return tuple(risk for risk in dangers if fault.place is not None and fault.place.module in risk.where)
 
 
-def _of_producer(fault: Fault, cure: Change, dtype: str) -> Fault:
+def _of_producer(fault: Fault, producer: str, cure: Change, dtype: str) -> Fault:
     """Name the module whose output lost what is missed at the place: float32 there cures it, and not at the place."""
     # A module around the place returns after it, and cures it as its own.
     outputs = (position for position, entry in enumerate(fault.readings[: fault.position]) if not entry.operation)
-    position = next((at for at in outputs if fault.readings[at].module in cure.float32), None)
+    position = next((at for at in outputs if fault.readings[at].module == producer), None)
     if position is None or fault.place is None or fault.place.module in cure.float32:
         return fault
     why = f"in the {Place.of(fault.readings[position])}, {dtype} loses what is needed later: {fault.why}"

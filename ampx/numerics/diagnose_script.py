@@ -124,7 +124,9 @@ def _look_at(
             f"precision is innocent."
         )
     growth = _growth(reference, step) if reference.dtype == "float32" else None
-    diagnosis = examined(exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth)
+    diagnosis = examined(
+        exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth, runs.cured
+    )
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     agreement = _agreement(low_step, exact_step, dtype, scale)
@@ -140,6 +142,7 @@ class _Runs:
     ) -> None:
         """Start with nothing run; for the arguments see `_look_at`."""
         self._step, self._run, self._progress = step, run, progress
+        self._whole: Outcome | None = None
         before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
         self._trial = replace(
             trial,
@@ -174,7 +177,20 @@ class _Runs:
             seen = self.seen(same)
             if isinstance(seen, Seen) and seen.finite:
                 return same
-        return self.run("in float32 from the first step on", dtype="float32")
+        return self.whole()
+
+    def whole(self) -> Outcome:
+        """Run the script in float32 from its first step, once."""
+        if self._whole is None:
+            self._whole = self.run("in float32 from the first step on", dtype="float32")
+        return self._whole
+
+    def cured(self) -> Seen:
+        """Return the step in float32 as that which `changed` runs is like it: since the first step."""
+        seen = self.seen(self.whole())
+        if isinstance(seen, Refusal):
+            raise TrialError(f"{self._trial.program.name} raises in float32 from its first step on: {seen.message}")
+        return seen
 
     def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
         """Run the step with a change; `modules` are the names of all."""
