@@ -131,11 +131,12 @@ class _Interruption:
         return self._look
 
     def _counts(self, frame: FrameType, event: str) -> bool:
+        leaves = frame.f_lasti in _exits(frame.f_code)
         if event == "line":
-            return frame.f_lasti not in _exits(frame.f_code)
+            return not leaves
         if event != "opcode":
             return False
-        counts = frame in self._called
+        counts = frame in self._called and not leaves  # else what a signal raises belongs to the call, in the body
         if frame.f_lasti in _calls(frame.f_code):
             self._called.add(frame)
         else:
