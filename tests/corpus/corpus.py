@@ -93,6 +93,15 @@ def imported(scripts):
     return [name for name in dict.fromkeys(names) if name not in sys.stdlib_module_names]
 
 
+def options_of(script):
+    """Walk over the arguments that a script is run with, and print which they are: none, `--cure`, `--twin`."""
+    text = Path(script).read_text()
+    for option in ("", "--cure", "--twin"):
+        if option in text:
+            print("--", option or "fails", flush=True)
+            yield [option] if option else []
+
+
 def losses_of(printed):
     """Return the losses that a script printed on its last line."""
     return [float(loss) for loss in json.loads(printed.splitlines()[-1])]

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from corpus import options_of
+
 LOW = ("dot_general", "conv_general_dilated")
 WIDE = ("exp", "log", "log1p", "integer_pow", "square", "rsqrt", "reduce_sum", "cumsum", "logistic", "erf", "pow")
 AS_IT_IS = ("convert_element_type",)
@@ -159,21 +161,14 @@ def main():
     arguments = parser.parse_args()
     for script in arguments.scripts:
         print("==", os.path.basename(script), arguments.dtype)
-        with open(script) as file:
-            text = file.read()
-        for option in ("", "--cure", "--twin"):
-            if option and option not in text:
-                continue
-            print("--", option or "fails", flush=True)
-            for dtype, kept in ((None, []), (arguments.dtype, []), (arguments.dtype, arguments.float32)):
-                if kept or dtype is None or not arguments.float32 or kept == []:
-                    if os.fork() == 0:
-                        run(script, [option] if option else [], dtype and jnp.dtype(dtype), kept)
-                        sys.stdout.flush()
-                        os._exit(0)
-                    os.wait()
-                if dtype and not arguments.float32:
-                    break
+        kept = [(arguments.dtype, arguments.float32)] if arguments.float32 else []
+        for options in options_of(script):
+            for dtype, modules in [(None, []), (arguments.dtype, []), *kept]:
+                if os.fork() == 0:
+                    run(script, options, dtype and jnp.dtype(dtype), modules)
+                    sys.stdout.flush()
+                    os._exit(0)
+                os.wait()
 
 
 if __name__ == "__main__":

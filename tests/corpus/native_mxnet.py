@@ -26,6 +26,8 @@ import mxnet as mx  # noqa: E402
 from mxnet import gluon  # noqa: E402
 from mxnet.contrib import amp  # noqa: E402
 
+from corpus import options_of  # noqa: E402
+
 
 def is_finite(tree):
     if isinstance(tree, mx.nd.NDArray):
@@ -33,7 +35,7 @@ def is_finite(tree):
     return all(map(is_finite, tree)) if isinstance(tree, (list, tuple)) else True
 
 
-def run(script, option, dtype):
+def run(script, options, dtype):
     if dtype != "float32":
         amp.init(dtype)
     broken, call = [], gluon.Block.__call__
@@ -45,7 +47,7 @@ def run(script, option, dtype):
         return result
 
     gluon.Block.__call__ = __call__
-    sys.argv, printed = [script, *([option] if option else [])], io.StringIO()
+    sys.argv, printed = [script, *options], io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(script, run_name="__main__")
     losses = json.loads(printed.getvalue().splitlines()[-1])
@@ -55,17 +57,13 @@ def run(script, option, dtype):
 def main():
     dtype, *scripts = sys.argv[1:]
     if dtype.startswith("--"):
-        run(scripts[0], scripts[1], dtype[2:])
+        run(scripts[0], scripts[1:], dtype[2:])
         return
     for script in scripts:
-        text = Path(script).read_text()
         print("==", os.path.basename(script), dtype, flush=True)
-        for option in ("", "--cure", "--twin"):
-            if option and option not in text:
-                continue
-            print("--", option or "fails", flush=True)
+        for options in options_of(script):
             for how in ("float32", dtype):
-                subprocess.run([sys.executable, __file__, f"--{how}", script, option], check=False)
+                subprocess.run([sys.executable, __file__, f"--{how}", script, *options], check=False)
 
 
 if __name__ == "__main__":

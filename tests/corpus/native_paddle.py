@@ -21,6 +21,8 @@ simulated_paddle.start(HERE.parents[1] / ".pytest_cache" / "simulated-cuda")
 import paddle  # noqa: E402
 from paddle import nn  # noqa: E402
 
+from corpus import options_of  # noqa: E402
+
 
 def floats(tree):
     if isinstance(tree, paddle.Tensor):
@@ -68,15 +70,11 @@ def main():
     dtype = sys.argv[1]
     for named in sys.argv[2:]:
         script, _, kept = named.partition("@")
-        text = Path(script).read_text()
         print("==", os.path.basename(script), dtype, flush=True)
-        for option in ("", "--cure", "--twin"):
-            if option and option not in text:
-                continue
-            print("--", option or "fails", flush=True)
+        for options in options_of(script):
             for how in [(None, []), (dtype, []), *([(dtype, kept.split(","))] if kept else [])]:
                 if os.fork() == 0:
-                    run(script, [option] if option else [], *how)
+                    run(script, options, *how)
                     os._exit(0)
                 os.wait()
 

@@ -18,6 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from corpus import options_of
+
 
 def floats(tree):
     return [x for x in tf.nest.flatten(tree) if isinstance(x, tf.__internal__.EagerTensor) and x.dtype.is_floating]
@@ -93,17 +95,12 @@ def main():
     arguments = parser.parse_args()
     for script in arguments.scripts:
         print("==", os.path.basename(script), arguments.dtype)
-        with open(script) as file:
-            text = file.read()
-        for option in ("", "--cure", "--twin"):
-            if not option or option in text:
-                print("--", option or "fails")
-                options = [option] if option else []
-                exact = forked(script, options, None, [])
-                show("float32:", exact, exact)
-                show("low:", forked(script, options, arguments.dtype, []), exact)
-                if arguments.float32:
-                    show("kept:", forked(script, options, arguments.dtype, arguments.float32), exact)
+        for options in options_of(script):
+            exact = forked(script, options, None, [])
+            show("float32:", exact, exact)
+            show("low:", forked(script, options, arguments.dtype, []), exact)
+            if arguments.float32:
+                show("kept:", forked(script, options, arguments.dtype, arguments.float32), exact)
 
 
 if __name__ == "__main__":

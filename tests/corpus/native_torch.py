@@ -8,7 +8,6 @@ with the module that was running, and the modules whose outputs in the first ste
 """
 
 import argparse
-import ast
 import contextlib
 import importlib
 import io
@@ -20,6 +19,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a copy of a process has none of its threads
 
@@ -27,6 +27,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from corpus import imported, options_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -202,10 +204,9 @@ def short(losses):
     return " ".join(f"{loss:.4g}" for loss in losses)
 
 
-def look(arguments, options, title):
+def look(arguments, options):
     exact = forked(arguments.script, options, None, [], 1.0)
     low = forked(arguments.script, options, arguments.dtype, [], arguments.scale)
-    print(f"-- {title}")
     print("   float32: ", short(exact["losses"]), exact["skipped"], exact["raised"] or "", exact["broken"][:2])
     print("   low:     ", short(low["losses"]), low["skipped"], low["raised"] or "")
     print(f"   difference {difference(low['losses'], exact['losses']):.3g}")
@@ -231,14 +232,10 @@ def main():
         script, _, kept = named.partition("@")
         arguments.script, arguments.float32 = script, kept.split(",") if kept else []
         print("==", os.path.basename(script), arguments.dtype)
-        with open(script) as file:
-            text = file.read()
-        for line in ast.parse(text).body:  # here, so that copies of this process have it
-            if isinstance(line, ast.ImportFrom):
-                importlib.import_module(line.module)
-        for option in ("", "--cure", "--twin"):
-            if not option or option in text:
-                look(arguments, [option] if option else [], option or "fails")
+        for name in imported([Path(script)]):  # here, so that copies of this process have it
+            importlib.import_module(name)
+        for options in options_of(script):
+            look(arguments, options)
 
 
 if __name__ == "__main__":
