@@ -17,6 +17,7 @@ from .causes import Fault, Kind
 from .compare import relative_error
 from .places import WRONG, first_failing, first_wrong, key_of
 from .probe import Reading
+from .tolerance import percent
 from .tune import inside
 
 # So many sets of modules are tried; each takes a run.
@@ -74,13 +75,9 @@ class Experiment:
         """Return what came out, in a line."""
         if self.raised:
             return f"{self.change}: {self.raised}"
-        off = f", {_percent(self.error)} from float32's" if math.isfinite(self.error) else ""
+        off = f", {percent(self.error)} from float32's" if math.isfinite(self.error) else ""
         finite = "finite" if self.finite else "gradients are not finite" if math.isfinite(self.loss) else "not finite"
         return f"{self.change}: loss {self.loss:.4g}, {finite}{off}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
 
 
 # Runs the batch with a change; it is passed the names of all modules, too.
@@ -97,7 +94,8 @@ class Search:
 
         Args:
             fault: What is suspected.
-            reference: Returns what a cured batch is like: the batch in float32, since as long as `again` changes it.
+            reference: Returns the batch in float32, which a change is compared with. In a script it is in float32 in
+                all steps, as `again` changes all of them.
             dtype: The precision that fails.
             again: Runs the batch in that precision with a change.
             scale: The loss scale to try with; None for that of the batch.

@@ -185,7 +185,7 @@ def examined(
     scale: float,
     again: Again | None,
     growth: Growth | None = None,
-    cured: Callable[[], Seen] | None = None,
+    compared: Callable[[], Seen] | None = None,
 ) -> Diagnosis:
     """Say where a batch first fails, and why.
 
@@ -196,9 +196,8 @@ def examined(
         scale: The loss scale of `low`.
         again: Runs the batch in that precision with a change; None where nothing is to be tried.
         growth: How far training has diverged in float32, if it has.
-        cured: Returns the batch in float32 since as long as `again` changes it; None for `reference`.
+        compared: Returns what changes are compared with, as `Search` takes it; None for `reference`.
     """
-    compared = cured or (lambda: reference)
     if isinstance(low, Refusal):
         refused = refusal_fault(low, reference, dtype)
         return _concluded(refused, None, reference, dtype, scale, again, compared=compared)
@@ -228,7 +227,8 @@ def _concluded(
     fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
     fails = not reference.finite
     cure, experiments = None, []
-    if again is not None and compared is not None and not fails:
+    if again is not None and not fails:
+        compared = compared or (lambda: reference)
         search = Search(fault, compared, dtype, again, None if settled is None else 1.0)
         cure, experiments = search.cure(settled), search.experiments
         if cure is not None and search.producer in cure.float32:

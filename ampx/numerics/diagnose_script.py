@@ -125,7 +125,7 @@ def _look_at(
         )
     growth = _growth(reference, step) if reference.dtype == "float32" else None
     diagnosis = examined(
-        exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth, runs.cured
+        exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth, runs.compared
     )
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
@@ -185,8 +185,8 @@ class _Runs:
             self._whole = self.run("in float32 from the first step on", dtype="float32")
         return self._whole
 
-    def cured(self) -> Seen:
-        """Return the step in float32 as that which `changed` runs is like it: since the first step."""
+    def compared(self) -> Seen:
+        """Return the step of the run that is in float32 from its first step: a change holds in all steps, too."""
         seen = self.seen(self.whole())
         if isinstance(seen, Refusal):
             raise TrialError(f"{self._trial.program.name} raises in float32 from its first step on: {seen.message}")
