@@ -50,7 +50,7 @@ class Slots(abc.ABC):
 
     @abc.abstractmethod
     def sharers(self, own: Provenance, slots: Sequence[Any]) -> Iterable[tuple[Provenance, Sequence[Any]]]:
-        """Pair other optimizers, by their provenance, with those slots of one's own that they hold as well."""
+        """Return the provenance of each other optimizer that holds some of these slots, and which these are."""
 
     def keep(self, scale: Scalar) -> Scalar:
         """Return a scale as it is now; a copy where it moves in place."""

@@ -46,7 +46,7 @@ class Place:
         return f"{self.direction} pass, {module}{operation}{line}"
 
 
-# What tells a value from others of the same run, and finds it in another: module, operation, direction and call.
+# Module, operation, direction and call: they identify a value in a run, and find it in another run.
 Key: TypeAlias = tuple[str, str, Direction, int]
 
 
@@ -58,7 +58,7 @@ def key_of(reading: Reading) -> Key:
 def of_the_step(readings: Sequence[Reading]) -> tuple[Reading, ...]:
     """Leave out what is computed before the first module and behind the last backward: initializers and optimizers.
 
-    Where no module computes, nothing tells where the step begins.
+    Where no module computes, it is not known where the step begins, and nothing is left out in front.
     """
     first = next((position for position, entry in enumerate(readings) if entry.module or entry.kind), 0)
     backward = [position for position, entry in enumerate(readings) if entry.direction == "backward"]

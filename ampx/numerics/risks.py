@@ -99,7 +99,7 @@ def _losses(pair: _Pair) -> Risk | None:
 
 
 def _normalizations(pair: _Pair) -> Risk | None:
-    """Return the normalizations that are off: frameworks take statistics in float32, and only what came out tells."""
+    """Return the normalizations whose outputs are off; the dtype alone is no risk, as statistics are in float32."""
     exact = {key_of(entry): entry for entry in pair.reference.readings}
     readings = pair.low.readings
 

@@ -178,7 +178,7 @@ class _ByModule:
                 self.homes[variable] = self._home(atom)
 
     def leave(self, outputs: Sequence[Any], scope: Scope) -> None:
-        """Tap what comes out of a named scope, as it is behind a forced module of that name."""
+        """Tap the outputs of a named scope; where a module of that name is forced, they are rounded as its outputs."""
         for variable in outputs:
             home = self.homes[variable]
             if home is not None and home.name == scope.name:

@@ -83,7 +83,7 @@ class ParameterSlots(Slots):
         rescale(gradients, 1.0 / divisor)
 
     def sharers(self, own: Provenance, slots: Sequence[Any]) -> list[tuple[Provenance, list[Any]]]:
-        """Pair others that have gradients with the parameters that both hold."""
+        """Return the provenance of each other optimizer that has gradients, and the parameters that both hold."""
         return [(other.provenance, shared) for other, shared in sharers(own, slots)]
 
 
@@ -91,7 +91,7 @@ _SLOTS: Final = ParameterSlots()
 
 
 def sharers(own: Provenance, owned: Iterable[Any]) -> list[tuple[Writes, list[Any]]]:
-    """List other optimizers with gradients that share some of one's own parameters, and those parameters."""
+    """List the other optimizers that have gradients and hold some of these parameters, and which these are."""
     waiting = [
         other
         for reference in list(_watching.values())

@@ -423,7 +423,7 @@ def follow_losses(
 def _verdicts(
     missed: history.Missed, rows: Mapping[int, Mapping[int, bool]], steps: Sequence[int]
 ) -> list[dict[int, bool]]:
-    """Return by loss id what each step found, in order; nothing where somebody wrote the counter of steps."""
+    """Return by loss id whether each step was finite, in order; empty where a script wrote the counter of steps."""
     first = [not bad for bad, count in _runs(missed) for _ in range(count)]
     verdicts = []
     for step in steps:

@@ -59,7 +59,7 @@ class ParameterSlots(Slots):
     def sharers(
         self, own: Provenance, slots: Sequence[torch.Tensor]
     ) -> Sequence[tuple[Provenance, Sequence[torch.Tensor]]]:
-        """Pair all others with what they share: what is left on an idle one is taken for unscaled."""
+        """Return idle optimizers, too: what is left in their gradients is taken for unscaled."""
         if len(living) < 2:
             return []
         held = set(map(id, slots))
