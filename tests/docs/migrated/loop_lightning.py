@@ -1,7 +1,6 @@
+import ampx
 import pytorch_lightning
 import torch
-
-import ampx
 
 
 class Module(pytorch_lightning.LightningModule):

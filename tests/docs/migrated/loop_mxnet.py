@@ -1,7 +1,6 @@
-from mxnet import autograd, gluon
-
 import ampx
 from ampx_mxnet.compat import mx
+from mxnet import autograd, gluon
 
 ampx.init("mxnet", level="O0", loss_scale="dynamic")  # on a GPU, or for bfloat16: ampx.init("mxnet")
 network = gluon.nn.Dense(1, in_units=4)

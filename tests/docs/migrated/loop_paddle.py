@@ -1,6 +1,5 @@
-import paddle
-
 import ampx
+import paddle
 
 ampx.init("paddle", level="O0", loss_scale="dynamic")  # auto_cast stays the script's; on a GPU: ampx.init("paddle")
 model = paddle.nn.Linear(4, 1)

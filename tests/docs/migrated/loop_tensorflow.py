@@ -1,6 +1,5 @@
-import tensorflow as tf
-
 import ampx
+import tensorflow as tf
 
 amp = ampx.init("tensorflow", level="O0", loss_scale="dynamic")  # Keras's policy stays what the script made it
 optimizer = ampx.wrap_optimizer(tf.keras.optimizers.SGD(0.1))

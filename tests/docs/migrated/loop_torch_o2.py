@@ -1,6 +1,5 @@
-import torch
-
 import ampx
+import torch
 
 amp = ampx.init("torch", dtype="bfloat16", device="cpu", loss_scale="dynamic", level="O2")  # on a GPU: dtype="float16"
 model = torch.nn.Linear(4, 1)
