@@ -27,8 +27,7 @@ OTHERS = {
     *("torch", "accelerate", "pytorch_lightning", "lightning", "lightning_fabric", "transformers"),
     *("tensorflow", "keras", "mxnet", "paddle", "jax", "optax", "flax", "equinox", "numpy", "autograd"),
 }
-# Blocks that run one by one: they are of several frameworks.
-ALONE = [ROOT / "docs" / "how-to" / "what-to-write.md"]
+MIGRATE = ROOT / "docs" / "how-to" / "migrate.md"
 
 
 def frameworks_needed(blocks):
@@ -39,7 +38,7 @@ def frameworks_needed(blocks):
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in PAGES if python_blocks(path) and path not in ALONE],
+    [path for path in PAGES if python_blocks(path)],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_python_of_a_page_runs(path, tmp_path):
@@ -61,21 +60,18 @@ def test_the_python_of_a_page_runs(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "line"),
-    [(path, line) for path in ALONE for line, _ in python_blocks(path)],
-    ids=lambda value: value.name if isinstance(value, Path) else str(value),
+    "path", sorted((Path(__file__).parent / "migrated").glob("loop_*.py")), ids=lambda path: path.stem
 )
-def test_each_python_block_of_some_pages_runs_alone(path, line, tmp_path):
-    (block,) = [block for block in python_blocks(path) if block[0] == line]
-    absent = [name for name in frameworks_needed([block]) if importlib.util.find_spec(name) is None]
+def test_a_loop_that_was_migrated_by_the_table_trains(path, tmp_path):
+    absent = [name for name in frameworks_needed([(1, path.read_text())]) if importlib.util.find_spec(name) is None]
     if absent:
         pytest.skip(f"needs {', '.join(absent)}")
-    run_python("-c", block[1], cwd=tmp_path, check=True)
+    run_python(path, cwd=tmp_path, check=True)
 
 
 TABLE = [
     row.strip("| ").split(" | ")
-    for row in (ROOT / "docs" / "how-to" / "what-to-write.md").read_text().splitlines()
+    for row in MIGRATE.read_text().splitlines()
     if re.match(r"\| [^*-]", row)
 ]
 
