@@ -47,9 +47,9 @@ def run(*command, **options):
 def linted(tmp_path):
     """Return a folder with a file in which `ampx lint` finds something, and what that is."""
     (tmp_path / "train.py").write_text(UNSCALED)
-    found = json.loads(run(sys.executable, "-m", "ampx", "lint", "--format", "json", ".", cwd=tmp_path).stdout)
-    assert {problem["code"] for problem in found["problems"]} >= {"AMP101"}
-    return tmp_path, found["problems"]
+    report = json.loads(run(sys.executable, "-m", "ampx", "lint", "--format", "json", ".", cwd=tmp_path).stdout)
+    assert {problem["code"] for problem in report["problems"]} >= {"AMP101"}
+    return tmp_path, report["problems"]
 
 
 def test_the_matcher_of_vs_code_reads_every_line_that_lint_prints_of_a_problem(linted):
@@ -152,7 +152,7 @@ ALLOWED = {
 
 def test_ampx_unpickles_nothing_of_its_users_and_opens_no_connection():
     """As SECURITY.md promises."""
-    found = {}
+    importing = {}
     for path in [*(ROOT / "ampx").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]:
         names = set()
         for node in ast.walk(ast.parse(path.read_text())):
@@ -161,7 +161,7 @@ def test_ampx_unpickles_nothing_of_its_users_and_opens_no_connection():
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add(node.module.partition(".")[0])
         if names & REFUSED:
-            found[path.relative_to(ROOT).as_posix()] = names & REFUSED
-    assert found == ALLOWED
+            importing[path.relative_to(ROOT).as_posix()] = names & REFUSED
+    assert importing == ALLOWED
     uses = re.findall(r"\bsocket\.\w+", (ROOT / "ampx" / "loggers" / "targets.py").read_text())
     assert uses == ["socket.gethostname"]
