@@ -27,8 +27,11 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("ampx", "backends", "benchmarks", "docs", "tests", ".ci", ".github")
-KINDS = {".cfg", ".css", ".html", ".js", ".json", ".md", ".py", ".pyi", ".rst", ".sh", ".toml", ".txt", ".yml", ""}
+FOLDERS = ("ampx", "backends", "benchmarks", "docs", "integrations", "tests", ".ci", ".github")
+KINDS = {
+    *(".cff", ".cfg", ".css", ".html", ".ipynb", ".js", ".json", ".md", ".py", ".pyi", ".rst", ".sh", ".toml", ".txt"),
+    *(".yaml", ".yml", ""),
+}
 # A command that installs, with its arguments, and an argument that asks for the wrong distribution.
 ARGUMENT = r"""(?:'[^'\n]*'|"[^"\n]*"|[^\s`'"#&;]+)"""
 INSTALLS = re.compile(rf"\b(?:install|uvx|(?:pipx|uv) (?:run|add))((?: +{ARGUMENT})+)")

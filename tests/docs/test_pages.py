@@ -70,11 +70,7 @@ def test_a_loop_that_was_migrated_by_the_table_trains(path, tmp_path):
     run_python(path, cwd=tmp_path, check=True)
 
 
-TABLE = [
-    row.strip("| ").split(" | ")
-    for row in MIGRATE.read_text().splitlines()
-    if re.match(r"\| [^*-]", row)
-]
+TABLE = [row.strip("| ").split(" | ") for row in MIGRATE.read_text().splitlines() if re.match(r"\| [^*-]", row)]
 
 
 @pytest.mark.filterwarnings("ignore:No ccache found")  # Paddle's, while it is imported
