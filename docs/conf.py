@@ -36,6 +36,8 @@ redirects = {
 
 html_theme = "furo"
 html_title = f"ampx {release}"
+html_static_path = ["_static"]
+html_css_files = ["diff.css"]
 
 
 def _module_tables(app, docname, source):
