@@ -33,7 +33,7 @@ MIGRATE = ROOT / "docs" / "how-to" / "migrate.md"
 
 def frameworks_needed(blocks):
     source = "\n".join(block for _, block in blocks)
-    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, flags=re.M))
+    imported = set(re.findall(r"^\s*(?:import|from) (?:ampx_)?(\w+)", source, flags=re.M))
     return sorted(imported & OTHERS)
 
 

@@ -1,6 +1,7 @@
-import ampx
 import torch
 from accelerate import Accelerator
+
+import ampx
 
 ampx.init("torch", dtype="bfloat16", device="cpu", loss_scale="dynamic")
 accelerator = Accelerator(mixed_precision="no", cpu=True)

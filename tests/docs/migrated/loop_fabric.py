@@ -1,6 +1,7 @@
-import ampx
 import torch
 from lightning_fabric import Fabric
+
+import ampx
 
 ampx.init("torch", dtype="bfloat16", device="cpu", loss_scale="dynamic")
 fabric = Fabric(accelerator="cpu", devices=1)

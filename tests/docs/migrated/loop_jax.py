@@ -1,8 +1,9 @@
-import ampx
-import ampx_jax
 import jax
 import jax.numpy as jnp
 import optax
+
+import ampx
+import ampx_jax
 
 amp = ampx.init("jax", dtype="bfloat16", loss_scale="dynamic")
 tx = optax.MultiSteps(ampx.wrap_optimizer(optax.sgd(0.5)), every_k_schedule=2)

@@ -1,6 +1,7 @@
-import ampx
 import pytorch_lightning
 import torch
+
+import ampx
 
 
 class Module(pytorch_lightning.LightningModule):

@@ -1,5 +1,6 @@
-import ampx
 import paddle
+
+import ampx
 
 ampx.init("paddle", level="O0", loss_scale="dynamic")  # auto_cast stays the script's; on a GPU: ampx.init("paddle")
 model = paddle.nn.Linear(4, 1)

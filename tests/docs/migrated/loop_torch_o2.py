@@ -1,5 +1,6 @@
-import ampx
 import torch
+
+import ampx
 
 amp = ampx.init("torch", dtype="bfloat16", device="cpu", loss_scale="dynamic", level="O2")  # on a GPU: dtype="float16"
 model = torch.nn.Linear(4, 1)
