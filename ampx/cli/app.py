@@ -129,11 +129,16 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Look at a machine, at the backends, and at a model that trains in mixed precision."""
+    from .settings import defaults
+
+    group: Any = context.command
+    context.default_map = defaults(group.commands, Path.cwd())
 
 
 def _color(name: str) -> str:
@@ -413,10 +418,16 @@ def tune(
 
 @app.command()
 def lint(
-    paths: Annotated[list[Path] | None, _PATHS] = None,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH", help="Files, and folders to search; - is the standard input. Default: .", show_default=False),
+    ] = None,
     select: Annotated[str, typer.Option(help="Only these rules: AMP101,AMP2; what codes begin with.")] = "",
     ignore: Annotated[str, typer.Option(help="Not these rules.")] = "",
-    style: Annotated[str, typer.Option("--format", help="text, json, github or sarif.")] = "text",
+    exclude: Annotated[str, typer.Option(help="Not these files and folders: patterns, such as 'tests/*'.")] = "",
+    fix: Annotated[bool, typer.Option("--fix", help="Fix what can be fixed safely; see the manual.")] = False,
+    style: Annotated[str, typer.Option("--output-format", "--format", help="text, json, github or sarif.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --output-format json.")] = False,
     explain: Annotated[str | None, typer.Option(help="Say what a rule is about.", show_default=False)] = None,
     quiet: Annotated[bool, _QUIET] = False,
     color: Annotated[str, _COLOR] = "auto",
@@ -429,7 +440,16 @@ def lint(
     """
     from . import lint_command
 
-    code = lint_command.run(paths or [], select=select, ignore=ignore, style=style, explain=explain, echo=typer.echo)
+    code = lint_command.run(
+        paths or [],
+        select=select,
+        ignore=ignore,
+        exclude=exclude,
+        style="json" if as_json else style,
+        explain=explain,
+        fix=fix,
+        echo=typer.echo,
+    )
     raise typer.Exit(code)
 
 
