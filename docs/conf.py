@@ -12,7 +12,7 @@ author = "The ampx authors"
 project_copyright = author
 release = version = ampx.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_reredirects"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "example_backend", "reference/benchmarks/*"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
@@ -28,6 +28,11 @@ napoleon_custom_sections = ["Sync"]
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|contextlib|pathlib|types|typing|pluggy|pytest|hypothesis|torch)(\..*)?"),
 ]
+
+# Where the pages went that are no more: a line each in redirects.txt, the old page and the new address.
+redirects = {
+    old: f"/{new}" for old, new in map(str.split, (ROOT / "docs/redirects.txt").read_text("utf-8").splitlines())
+}
 
 html_theme = "furo"
 html_title = f"ampx {release}"

@@ -1,4 +1,4 @@
-"""`ampx lint`: each rule finds what its page calls wrong, and nothing in what its page calls right."""
+"""`ampx lint`: each rule finds what the manual calls wrong, and nothing in what it calls right."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from ampx.lint.rules import BY_CODE, RULES
 from ampx.syntax.files import find
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "reference" / "lint"
+PAGE = (ROOT / "docs" / "reference" / "lint.md").read_text()
+FURTHER = Path(__file__).with_name("lint_cases.md").read_text()
 CLIPPED = """\
 import torch
 
@@ -32,40 +33,50 @@ def codes(folder, text, name="train.py"):
     return [problem.code for problem in lint([folder / name]).problems]
 
 
-def blocks(code, heading):
-    page = (PAGES / f"{code.lower()}.md").read_text()
-    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^```py\n(.*?)^```$", section, flags=re.M | re.S)
+def section(code):
+    return PAGE.partition(f"\n({code.lower()})=\n")[2].partition("\n(amp")[0]
 
 
-def cases(heading):
-    return [(rule.code, number) for rule in RULES for number in range(len(blocks(rule.code, heading)))]
+def blocks(code, kind):
+    """Return the programs of a kind, "wrong" or "right": a diff of the manual takes the one to the other."""
+    other = {"wrong": "+", "right": "-"}[kind]
+    diffs = re.findall(r"^```diff\n(.*?)^```$", section(code), flags=re.M | re.S)
+    further = FURTHER.partition(f"\n## {code}: {kind}\n")[2].partition("\n## ")[0]
+    return [
+        *("".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith(other)) for diff in diffs),
+        *re.findall(r"^```py\n(.*?)^```$", further, flags=re.M | re.S),
+    ]
 
 
-# -- the pages are the cases -----------------------------------------------------------------------------------
+def cases(kind):
+    return [(rule.code, number) for rule in RULES for number in range(len(blocks(rule.code, kind)))]
 
 
-@pytest.mark.parametrize(("code", "number"), cases("Wrong"))
-def test_what_a_page_calls_wrong_is_found_once_and_nothing_else(code, number, tmp_path):
-    assert codes(tmp_path, blocks(code, "Wrong")[number]) == [code]
+# -- the manual and lint_cases.md are the cases ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("code", "number"), cases("Right"))
-def test_in_what_a_page_calls_right_nothing_is_found(code, number, tmp_path):
-    assert codes(tmp_path, blocks(code, "Right")[number]) == []
+@pytest.mark.parametrize(("code", "number"), cases("wrong"))
+def test_what_the_manual_calls_wrong_is_found_once_and_nothing_else(code, number, tmp_path):
+    assert codes(tmp_path, blocks(code, "wrong")[number]) == [code]
 
 
-def test_every_rule_has_a_page_that_says_what_the_rule_says():
-    assert {path.stem for path in PAGES.glob("*.md")} == {"index", *(rule.code.lower() for rule in RULES)}
-    index = (PAGES / "index.md").read_text()
+@pytest.mark.parametrize(("code", "number"), cases("right"))
+def test_in_what_the_manual_calls_right_nothing_is_found(code, number, tmp_path):
+    assert codes(tmp_path, blocks(code, "right")[number]) == []
+
+
+def test_the_manual_says_of_every_rule_what_the_rule_says():
+    assert re.findall(r"^\((amp\d+)\)=$", PAGE, flags=re.M) == [rule.code.lower() for rule in RULES]
     for rule in RULES:
-        page = (PAGES / f"{rule.code.lower()}.md").read_text()
-        assert page.startswith(f"# {rule.code}: {rule.name}\n\n*{rule.severity}*\n")
-        assert rule.why in page.replace("\n", " ")
-        assert rule.advice in page.replace("\n", " ")
-        assert f"| [{rule.code}]({rule.code.lower()}.md) | {rule.name} | {rule.severity} |\n" in index
-        assert blocks(rule.code, "Wrong")
-        assert blocks(rule.code, "Right")
+        assert section(rule.code).startswith(f"## {rule.code}: {rule.name}\n\n*{rule.severity}*\n")
+        assert rule.why in section(rule.code).replace("\n", " ")
+        assert rule.advice in section(rule.code).replace("\n", " ")
+        assert f"| [{rule.code}](#{rule.code.lower()}) | {rule.name} | {rule.severity} |\n" in PAGE
+        assert section(rule.code).count("```diff\n") == 1
+
+
+def test_no_further_case_is_of_an_unknown_rule():
+    assert len(re.findall("^```py$", FURTHER, flags=re.M)) == len(cases("wrong")) + len(cases("right")) - 2 * len(RULES)
 
 
 # -- correct programs ------------------------------------------------------------------------------------------
