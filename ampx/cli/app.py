@@ -357,7 +357,7 @@ def tune(
     out: Annotated[Path, typer.Option("-o", "--out", dir_okay=False, help="The policy file to write.")] = Path(
         "ampx.toml"
     ),
-    force: Annotated[bool, typer.Option("--force", help="Replace the policy file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Measure a policy file that is there anew.")] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     repeats: Annotated[int, typer.Option(min=0, help="Rounds of timed runs; 0: no speed.")] = 3,
     report: Annotated[Path | None, _PAGE] = None,

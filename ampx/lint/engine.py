@@ -66,8 +66,14 @@ def selected(select: Iterable[str] = (), ignore: Iterable[str] = (), fix: bool =
     return tuple(
         rule
         for rule in RULES
-        if (rule.code.startswith(tuple(chosen)) if chosen else rule.default or fix) and not rule.code.startswith(tuple(left_out))
+        if _is_chosen(rule, chosen, fix) and not rule.code.startswith(tuple(left_out))
     )
+
+
+def _is_chosen(rule: Rule, chosen: Sequence[str], fix: bool) -> bool:
+    if rule.code in chosen:
+        return True
+    return (rule.default or fix) and (not chosen or rule.code.startswith(tuple(chosen)))
 
 
 def lint(

@@ -293,6 +293,8 @@ def _is_cast(script: Script, node: ast.AST) -> bool:
 
 def of_half(script: Script) -> Iterator[Place]:
     """Squares, logarithms and reciprocal roots of values that were cast to float16 by hand."""
+    if not any(map(_casts_by_hand, script.calls)):
+        return
     for node in (*script.program.every(ast.BinOp), *script.calls):
         what = _loses(script, node)
         if what and not _is_float32(script, node, None):

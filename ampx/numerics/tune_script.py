@@ -20,6 +20,7 @@ from ampx.backend import MODULE, module_patterns
 from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.formats import digits_of, find_format
 from ampx.policy import normalise_dtype
+from ampx.policy import PolicyFile
 from ampx.run import RunSettings
 from ampx.run.command import check_writable
 from ampx.run.page import origin
@@ -73,7 +74,7 @@ _EXPORTED_ELSEWHERE: Final = (
 def check_options(purpose: str, what_if: str | None, out: Path, force: bool = False) -> str | None:
     """Check options before anything runs; return the dtype to simulate, None for none.
 
-    A policy file that is there may have been edited, so it is replaced only by `force`.
+    A policy file that is there may have been edited, so it is written anew only by `force`.
 
     Raises:
         InvalidOptionError: One cannot be honoured.
@@ -84,8 +85,10 @@ def check_options(purpose: str, what_if: str | None, out: Path, force: bool = Fa
         if out.is_file() and not force:
             raise InvalidOptionError(
                 f"-o {str(out)!r} is there already, and is left as it is; accepted: a name that is free, or --force. "
-                f"Pass another name by -o, or --force to replace the file."
+                f"Pass another name by -o, or --force to measure it anew: what you added to it stays."
             )
+        if out.is_file():
+            PolicyFile.read(out)  # what a person added to it is to stay
         check_writable("-o", out)
         return None
     try:

@@ -261,7 +261,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert (file.framework, file.dtype, file.deny) == ("toy", "bfloat16", ("module:layer3",))
     assert file.deny == policy.file.deny
     assert (
-        '"module:layer3",  # relative error of 0.5 in bfloat16 in step 1; without it the loss is off by'
+        '"module:layer3", # tune: relative error of 0.5 in bfloat16 in step 1; without it the loss is off by'
         in result["file"]
     )
 
