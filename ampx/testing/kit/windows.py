@@ -183,9 +183,10 @@ class PerLossTests(KitTests):
 
     @requires("per_loss_scales")
     def test_a_sum_of_losses_that_overflows_is_skipped(self) -> None:
-        """Each is finite, and their sum beyond float32; which loss scale is to blame, nobody can tell, and one backs off."""
+        """Each is finite, and their sum beyond float32. Nobody can tell which scale is to blame: one backs off."""
         huge = [[3e38 for _ in slopes] for slopes in FINITE]
-        for options in ({}, {"max_grad_norm": 100.0}) if self.declares("clipping") else ({},):
+        bounds: list[dict[str, Any]] = [{}, {"max_grad_norm": 100.0}]
+        for options in bounds if self.declares("clipping") else bounds[:1]:
             bench = self.bench(self.start(ampx.LossScale(init_scale=1.0, min_scale=0.25)), **options)
             before = bench.snapshot()
             for loss_id in (0, 1):
