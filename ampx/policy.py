@@ -60,9 +60,17 @@ def normalise_dtype(dtype: object) -> Dtype:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which dtype the parameters, the computation and the model's outputs have.
+    """The dtypes of parameters, computation and the model's outputs.
 
-    `str(policy)` and `Policy.parse` are inverse to each other.
+    `Policy.parse` reads what `str(policy)` writes.
+
+    Attributes:
+        param_dtype: Dtype of the parameters.
+        compute_dtype: Dtype that operations compute in.
+        output_dtype: Dtype of the model's outputs.
+
+    Example:
+        >>> ampx.Policy.parse("mixed_float16").compute_dtype
     """
 
     param_dtype: Dtype = "float32"
@@ -321,15 +329,18 @@ class Effective:
 
     Attributes:
         framework: Name of the framework.
-        device: Name of the device whose computation is cast.
+        device: Name of the device on which computation is cast.
         dtype: Compute dtype; None where mixed precision is off.
         level: Opt level.
         policy: Dtypes of parameters, computation and outputs.
         loss_scale: Default configuration for wrapped optimizers.
-        native: The device computes the dtype in hardware.
-        process_wide: Casting is on outside `autocast` regions too.
-        enabled: False: every call is transparent.
+        native: Whether the device computes the dtype in hardware.
+        process_wide: Whether casting is on outside `autocast` regions, too.
+        enabled: Whether calls do anything.
         reason: Why, in one sentence.
+
+    Example:
+        >>> print(amp.effective.dtype, amp.effective.reason)
     """
 
     framework: str

@@ -74,8 +74,8 @@ def redirects():
 
 def test_old_addresses_lead_to_the_new_ones(window, pages, site):
     for old, new in redirects().items():
-        window.open(f"{site}{old}.html", settle=1)
-        assert window.evaluate("location.href") == site + new
+        window.open(f"{site}{old}.html", settle=0.5)
+        assert window.evaluate("JSON.stringify(location.href)") == site + new
         page, _, anchor = new.partition("#")
         assert {anchor} <= {"", *pages[site + page].anchors}
 
