@@ -39,7 +39,7 @@ class _Written:
 class Log:
     """Writes what steps report to a target, until it is closed; a context manager.
 
-    A plugin: events come through the hook `ampx_event`.
+    Events come to it through the hook `ampx_event`.
 
     Attributes:
         every: Every so many steps of a loss scale a row is written.
@@ -188,16 +188,19 @@ def log_to(target: Any, every: int = LOG_EVERY, *, framework: str | None = None)
             `log_metrics`; or a plugin with the hook `ampx_event`.
         every: Every so many steps of a loss scale a row is written. A change of the scale, and what the meter sees,
             are written when they come.
-        framework: Whose steps; by default those of the only session.
+        framework: The framework whose steps are meant; by default that of the only session.
 
     Returns:
-        What `close` ends, or leaving its block, the end of the session, or the end of the process.
+        A log. It ends when it is closed, when its block is left, or with the process.
 
     Raises:
         NotInitializedError: There is no session, or there are several and `framework` names none.
         InvalidOptionError: The target is not understood, its package is missing, or `every` is no number of steps.
 
     Sync: where the scale lives on the device, one when it starts, and one every `every` steps.
+
+    Example:
+        >>> log = ampx.log_to("run.jsonl", every=10)
     """
     session = sessions.only("log_to", framework)
     log = Log(target, every, session.framework)

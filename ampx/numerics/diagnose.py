@@ -308,6 +308,9 @@ def diagnose(
         UnsupportedByBackendError: The backend does not watch or does not replay.
 
     Sync: many.
+
+    Example:
+        >>> print(ampx.diagnose(lambda model: loss_fn(model(x), y), model, dtype="float16"))
     """
     batch = Batch(step, model, framework, device)
     chosen = batch.dtype(dtype)

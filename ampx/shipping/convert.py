@@ -93,6 +93,9 @@ def convert(
         UnsupportedByBackendError: The backend converts no models.
 
     Sync: many.
+
+    Example:
+        >>> small = ampx.convert(model, "bfloat16", batches=[x])
     """
     wanted = _low(dtype)
     check_tolerance(tolerance)

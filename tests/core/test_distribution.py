@@ -117,7 +117,7 @@ def test_sdist_and_wheel_have_name_version_and_what_an_index_shows(built):
     assert "Typing :: Typed" in shown.get_all("Classifier")
     assert set(KNOWN) <= set(shown.get_all("Provides-Extra"))
     needed = {re.match(r"[\w-]+", line)[0] for line in shown.get_all("Requires-Dist") if "extra ==" not in line}
-    assert needed == {"pluggy", "rich", "tomli", "typer"}
+    assert needed == {"pluggy", "rich", "tomlkit", "typer"}
     assert "ampx = ampx.cli:main" in points
 
 
@@ -141,7 +141,7 @@ def stranger(built, tmp_path_factory):
     pytest.importorskip("pip", reason="pip is not installed: it installs the distribution")
     index = tmp_path_factory.mktemp("index")
     (index / built[1].name).write_bytes(built[1].read_bytes())
-    for name in ("pluggy", "rich", "tomli", "typer"):
+    for name in ("pluggy", "rich", "tomlkit", "typer"):
         packed(name, index)
     stranger = Stranger(tmp_path_factory.mktemp("venv"), index)
     stranger.install("ampx-precision")
