@@ -703,8 +703,6 @@ class Training(RuleBasedStateMachine):
         with pytest.raises(PlannedError, match="listener") if comes else nullcontext():
             self._call_step(trainee, grads)
         self.raising_event = None
-        # The warning of a collapse comes after its event.
-        self.collapses -= comes and self.events[-1][0] == "ScaleCollapsed"
 
     def _step_idle(self, trainee: Trainee) -> None:
         """Step where no gradients are pending: nothing happens, or it is refused."""
