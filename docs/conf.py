@@ -26,6 +26,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
 toc_object_entries = False  # functions have headings
 
 # The build must not need a network, so names of other projects cannot be resolved. Ours must be.
@@ -54,6 +55,12 @@ html_css_files = ["diff.css"]
 def _docstring_to_rst(app, what, name, obj, options, lines):
     """Write docstrings, whose code is in single backticks as in Markdown, as napoleon reads them."""
     lines[:] = [_linked(line).replace("Sync: ", "*Waits for the device* – ") for line in lines]
+
+
+def _type_beside_name(app, what, name, obj, options, lines):
+    """Move the type of an attribute, which napoleon writes below its description, into its signature."""
+    text = re.sub(r"(?m)^(\.\. attribute:: .*\n)((?:\n|   (?!:type:).*\n)*)   (:type: .*\n)", r"\1   \3\2", "\n".join(lines))
+    lines[:] = text.split("\n")
 
 
 def _linked(line):
@@ -88,4 +95,5 @@ def setup(app):
         analyzer.analyze()
         analyzer.overloads.clear()
     app.connect("autodoc-process-docstring", _docstring_to_rst, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _type_beside_name, priority=600)  # after it
     app.connect("missing-reference", _resolve_type)

@@ -129,10 +129,10 @@ class Log:
         return values if event.grad_norm is None else {**values, "grad_norm": event.grad_norm}
 
     def observe(self, *opts: Any) -> None:
-        """Look at optimizer states; for steps that run where Python does not, once a step.
+        """Look at optimizer states, once a step, where steps run without Python; in every `every`-th call they are read.
 
-        In JAX the optimizer state is a value, and nobody but the script has it; and a CUDA graph replays steps of
-        PyTorch without Python. Elsewhere rows come by themselves, and this does nothing more.
+        That is in JAX, where only the script has the optimizer state, and in PyTorch where a CUDA graph replays steps.
+        Elsewhere rows come by themselves.
 
         Args:
             *opts: The optimizer states, or wrapped optimizers, of this step.
