@@ -420,7 +420,9 @@ def tune(
 def lint(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH", help="Files, and folders to search; - is the standard input. Default: .", show_default=False),
+        typer.Argument(
+            metavar="PATH", help="Files, and folders to search; - is the standard input. Default: .", show_default=False
+        ),
     ] = None,
     select: Annotated[str, typer.Option(help="Only these rules: AMP101,AMP2; what codes begin with.")] = "",
     ignore: Annotated[str, typer.Option(help="Not these rules.")] = "",

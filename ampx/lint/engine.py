@@ -63,11 +63,7 @@ def selected(select: Iterable[str] = (), ignore: Iterable[str] = (), fix: bool =
                 f"{code!r} is no rule; accepted: {', '.join(BY_CODE)}, and what they begin with. Pass one, or some "
                 f"with commas between."
             )
-    return tuple(
-        rule
-        for rule in RULES
-        if _is_chosen(rule, chosen, fix) and not rule.code.startswith(tuple(left_out))
-    )
+    return tuple(rule for rule in RULES if _is_chosen(rule, chosen, fix) and not rule.code.startswith(tuple(left_out)))
 
 
 def _is_chosen(rule: Rule, chosen: Sequence[str], fix: bool) -> bool:

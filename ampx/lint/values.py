@@ -314,7 +314,7 @@ def _loses(script: Script, node: ast.BinOp | ast.Call) -> str:
         case _:
             return ""
     guarded = isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Add)  # by an epsilon; AMP303 looks at those
-    return "" if what != _SQUARES and guarded or not _is_half(script, operand) else what
+    return "" if (what != _SQUARES and guarded) or not _is_half(script, operand) else what
 
 
 def _operand(script: Script, call: ast.Call) -> ast.expr | None:
@@ -341,7 +341,9 @@ def _is_half(script: Script, node: ast.AST) -> bool:
             return bool(sides) and all(_is_half(script, side) for side in sides)
         case ast.Call() if _casts_by_hand(node):
             return True
-        case ast.Call() if called_name(node) in _IN_ITS_DTYPE and "dtype" not in {option.arg for option in node.keywords}:
+        case ast.Call() if called_name(node) in _IN_ITS_DTYPE and "dtype" not in {
+            option.arg for option in node.keywords
+        }:
             operand = _operand(script, node)
             return operand is not None and _is_half(script, operand)
     return False
