@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
@@ -73,7 +73,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # typer comes with click inside of it, or beside it, by its version.
-_UsageError: Final = typer.BadParameter.__bases__[0]
+_UsageError: Final = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 
 def run() -> int:
