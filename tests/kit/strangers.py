@@ -24,7 +24,9 @@ def packed(name, folder):
     if target.exists():
         return
     own = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")  # written by who installs it
-    files = [path for path in distribution.files if not {"..", "__pycache__"} & set(path.parts)]
+    files = [
+        path for path in distribution.files if not {"..", "__pycache__"} & set(path.parts) and path.suffix != ".pyc"
+    ]
     contents = {str(path): path.locate().read_bytes() for path in files if path.name not in own}
     write_wheel(target, next(path.parent for path in files if path.name == "WHEEL"), contents)
     for requirement in distribution.requires or ():
