@@ -413,11 +413,14 @@ def test_losses_and_errors_by_module_and_step_are_those_before_anything_was_kept
 
 def test_wrong_options_are_refused_before_anything_runs(tmp_path):
     assert check_options("training", None, tmp_path / "a.toml") is None
-    (tmp_path / "there.toml").write_text("edited")
+    (tmp_path / "there.toml").write_text("# edited\n")
     with pytest.raises(ampx.InvalidOptionError, match=r"there.toml' is there already, and is left as it is.*--force"):
         check_options("training", None, tmp_path / "there.toml")
     assert check_options("training", None, tmp_path / "there.toml", force=True) is None
     assert check_options("training", "float16", tmp_path / "there.toml") == "float16"  # which writes no file
+    (tmp_path / "broken.toml").write_text("edited")
+    with pytest.raises(ampx.PolicyFileError, match=r"broken.toml' is no TOML: .*Mend that line"):
+        check_options("training", None, tmp_path / "broken.toml", force=True)
     assert check_options("training", None, Path("/dev/null")) is None
     assert (tmp_path / "there.toml").read_text() == "edited"
     for purpose, what_if, out in (("fun", None, "a"), ("training", "int8", "a"), ("training", None, "no/where.toml")):
