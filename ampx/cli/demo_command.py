@@ -72,8 +72,8 @@ def make_folder(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise InvalidOptionError(
-            f"--out {str(folder)!r} cannot be made or written: {error.strerror}; accepted: a folder that you may write to. "
-            f"Pass another."
+            f"--out {str(folder)!r} cannot be made or written: {error.strerror}; accepted: a folder that you may write "
+            f"to. Pass another."
         ) from error
 
 

@@ -422,7 +422,7 @@ def test_wrong_options_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(ampx.PolicyFileError, match=r"broken.toml' is no TOML: .*Mend that line"):
         check_options("training", None, tmp_path / "broken.toml", force=True)
     assert check_options("training", None, Path("/dev/null")) is None
-    assert (tmp_path / "there.toml").read_text() == "edited"
+    assert (tmp_path / "there.toml").read_text() == "# edited\n"
     for purpose, what_if, out in (("fun", None, "a"), ("training", "int8", "a"), ("training", None, "no/where.toml")):
         with pytest.raises(ampx.InvalidOptionError, match="accepted"):
             check_options(purpose, what_if, tmp_path / out)
