@@ -24,7 +24,7 @@ if __name__ == "__main__":  # what is scored is the tree of this file, whatever 
 import forks  # noqa: E402 -- behind the path on which they are
 
 from corpus import FRAMEWORKS, Case, cases, imported, is_healthy, losses_of  # noqa: E402
-from processes import QUIET, run_python  # noqa: E402
+from processes import QUIET, Started  # noqa: E402
 
 RESULTS = ROOT / "docs" / "evidence" / "corpus"
 PAGE = ROOT / "docs" / "reference" / "debugger-scores.md"
@@ -33,19 +33,29 @@ SIMULATED = ("paddle", "mxnet")  # of which the CPU computes no float16: see sim
 QUIET.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
 
-class Runner:
-    """Runs a case in processes, in a folder of its own."""
+class TookTooLongError(Exception):
+    """A run was stopped: there is no verdict."""
 
-    def __init__(self, case: Case, folder: Path):
-        self.case, self.folder = case, folder
+
+class Runner:
+    """Runs a case in processes, in a folder of its own, each for so many seconds at most."""
+
+    def __init__(self, case: Case, folder: Path, limit: float = 600):
+        self.case, self.folder, self.limit = case, folder, limit
 
     def ampx(self, command, *options):
         device = "gpu" if self.case.framework in SIMULATED else "cpu"
         options = ("--framework", self.case.framework, "--device", device, *options)
-        return run_python("-m", "ampx", command, *options, cwd=self.folder, nests=True, timeout=600)
+        return self.python("-m", "ampx", command, *options, nests=True)
+
+    def python(self, *command, **options):
+        done = Started(command, cwd=self.folder, **options).wait(self.limit)
+        if done.returncode is None:
+            raise TookTooLongError(f"stopped after {self.limit:g} s")
+        return done
 
     def plain(self, *options):
-        return losses_of(run_python(self.case.script, *options, cwd=self.folder, check=True).stdout)
+        return losses_of(self.python(self.case.script, *options).stdout)
 
     def is_cured_by(self, policy):
         """Return whether the script, run by the policy, is healthy, at a scale at which no step is lost to settling."""
@@ -59,9 +69,9 @@ class Runner:
         return is_healthy(losses, self.plain(), self.case.tolerance)
 
 
-def policy_of(case, deny):
+def policy_of(case, deny=(), dtype=None):
     listed = ", ".join(f'"{entry}"' for entry in deny)
-    facts = {"schema": "ampx.policy/1", "framework": case.framework, "dtype": case.dtype, "level": "O1"}
+    facts = {"schema": "ampx.policy/1", "framework": case.framework, "dtype": dtype or case.dtype, "level": "O1"}
     return "\n".join([*(f'{key} = "{value}"' for key, value in facts.items()), f"deny = [{listed}]", ""])
 
 
@@ -71,11 +81,15 @@ def holds_the_code(case, place):
     return bool(case.code and number and case.code in case.script.read_text().splitlines()[int(number[1]) - 1])
 
 
+def is_true_line(case, place):
+    return not case.code or holds_the_code(case, place)
+
+
 def is_true_place(case, module, place):
     """Return whether a module is one of those at fault, or where no module is, a place the line."""
     if case.modules:
-        return module in case.modules
-    return holds_the_code(case, place) if case.code else True
+        return re.sub(r"^\w+:(?=.)", "", module) in case.modules  # of several models a name begins with the class
+    return is_true_line(case, place)
 
 
 def diagnosed(runner, case, twin):
@@ -104,14 +118,20 @@ def diagnosed(runner, case, twin):
     innocent = diagnosis["float32_fails"] and case.float32 == "healthy"
     if innocent or kind not in case.kinds or not is_true_place(case, place["module"], place["place"]):
         return "wrong", said
-    deny = re.search(r"deny=(\[.*?\])", diagnosis["advice"])
+    return ("right and curing" if _cures(runner, case, diagnosis["advice"]) else "right without cure"), said
+
+
+def _cures(runner, case, advice):
+    """Return whether advice helps: a setting is carried out, and an edit is the one that `--cure` makes."""
+    if case.no_cure and case.no_cure in advice:
+        return False
+    deny = re.search(r"deny=(\[.*?\])", advice)
+    dtype = re.search(r"init\(dtype=.(\w+).\)", advice)
     if deny:
-        cured = runner.is_cured_by(policy_of(case, json.loads(deny[1].replace("'", '"'))))
-    else:
-        cured = bool(case.edit) and bool(diagnosis["advice"])
-    if case.no_cure and case.no_cure in diagnosis["advice"]:
-        cured = False
-    return ("right and curing" if cured else "right without cure"), said
+        return runner.is_cured_by(policy_of(case, json.loads(deny[1].replace("'", '"'))))
+    if dtype:
+        return runner.is_cured_by(policy_of(case, dtype=dtype[1]))
+    return bool(case.edit) and bool(advice)
 
 
 def tuned(runner, case, twin):
@@ -120,27 +140,28 @@ def tuned(runner, case, twin):
     done = runner.ampx("tune", *options, case.script, *(["--twin"] if twin else []))
     report = runner.folder / "tuned.json"
     if not report.exists():
-        said = " ".join((done.stdout + done.stderr).split())[-600:]
-        return ("right" if twin else "right without cure" if _blames_float32(said, case) else "silent"), said
+        said = " ".join(done.stderr.split())[-600:]
+        assert "Traceback" not in said, done.stderr[-3000:]  # a crash is no verdict
+        if "fails in float32 itself" not in said:
+            return ("right" if twin else "silent"), said
+        return ("accused" if twin else "right and curing" if case.float32 == "fails" else "wrong"), said
     facts = json.loads(report.read_text())
     policy, said = facts["policy"], facts["verdict"]
     deny = [choice["entry"] for choice in policy["deny"]]
     said += f" deny: {deny} runs: {facts['runs']}"
     if twin:
-        return ("accused" if deny or not policy["enabled"] else "right"), said
-    if _blames_float32(said, case):
-        return "right and curing", said
-    if not policy["enabled"]:
+        return ("accused" if deny or policy["dtype"] != case.dtype else "right"), said
+    if policy["dtype"] != case.dtype:
         return "silent", said
-    true = {f"module:{name}" for name in case.modules if name} | {*case.deny, *case.operations}
-    cured = runner.is_cured_by(Path(runner.folder, "tuned.toml").read_text())
-    if not cured or not true.issuperset(deny):
-        return "wrong", said + ("" if cured else " [its policy does not make the run healthy]")
-    return "right and curing", said
+    if not runner.is_cured_by((runner.folder / "tuned.toml").read_text()):
+        return "wrong", f"{said} [its policy does not make the run healthy]"
+    return ("right and curing" if all(is_true_entry(case, entry) for entry in deny) else "wrong"), said
 
 
-def _blames_float32(said, case):
-    return case.float32 == "fails" and bool(re.search(r"float32 (itself )?fails|fails in float32|innocent", said))
+def is_true_entry(case, entry):
+    """Return whether an entry of `deny` is one that the truth has, or is inside a module that is at fault."""
+    inside = any(name and entry.startswith(f"module:{name}.") for name in case.modules)
+    return inside or entry in (*case.deny, *case.operations, *(f"module:{name}" for name in case.modules if name))
 
 
 def told_by(tool):
@@ -148,20 +169,27 @@ def told_by(tool):
 
     def judge(runner, case, twin):
         script = HERE / f"others_{case.framework}.py"
-        done = run_python(script, tool, case.dtype, case.script, *(["--twin"] if twin else []), timeout=600, check=True)
+        done = runner.python(script, tool, case.dtype, case.script, *(["--twin"] if twin else []))
+        assert done.returncode == 0, done.stderr[-3000:]
         answer = json.loads(done.stdout.splitlines()[-1])
         said = " ".join(answer["said"].split())[-500:]
         if twin:
             return ("accused" if answer["blamed"] else "right"), said
         if not answer["blamed"]:
             return "silent", said
-        named = answer["module"] in case.modules if answer["module"] else holds_the_code(case, answer["line"])
+        # A line is judged by the one that the truth quotes, where it quotes one.
+        named = answer["module"] in case.modules if answer["module"] else is_true_line(case, answer["line"])
         return ("right without cure" if named else "wrong"), said
 
     return judge
 
 
-OTHERS = {"torch": ("DebugUnderflowOverflow", "set_detect_anomaly")}
+OTHERS = {
+    "torch": ("DebugUnderflowOverflow", "set_detect_anomaly"),
+    "jax": ("jax_debug_nans", "jax_debug_infs"),
+    "tensorflow": ("enable_check_numerics",),
+    "paddle": ("enable_tensor_checker",),
+}
 JUDGES = {
     "diagnose": diagnosed,
     "tune": tuned,
@@ -169,15 +197,19 @@ JUDGES = {
 }
 
 
-def score(framework, only, tools):
-    """Yield a row for each case, twin and tool."""
+def score(framework, only, tools, limit):
+    """Yield a row for each case, twin and tool that ends in time."""
     for case in cases(framework):
         if only and case.name not in only:
             continue
         for tool in tools:
             for twin in (False, True):
-                with tempfile.TemporaryDirectory() as folder:
-                    verdict, said = JUDGES[tool](Runner(case, Path(folder)), case, twin)
+                try:
+                    with tempfile.TemporaryDirectory() as folder:
+                        verdict, said = JUDGES[tool](Runner(case, Path(folder), limit), case, twin)
+                except TookTooLongError as error:
+                    print(f"{case.name}{' (twin)' if twin else ''}, {tool}: {error}", flush=True)
+                    continue
                 said = re.sub(r"/(?:[\w.+-]+/)+", "", said)  # folders of this machine
                 row = {"case": case.name, "twin": twin, "tool": tool, "verdict": verdict, "said": said}
                 print(f"{case.name}{' (twin)' if twin else ''}, {tool}: {verdict}: {said}", flush=True)
@@ -242,6 +274,7 @@ def main():
     parser.add_argument("framework", choices=FRAMEWORKS)
     parser.add_argument("--only", nargs="*", default=[], help="these cases; their rows replace those in the file")
     parser.add_argument("--tool", nargs="*", default=["diagnose"], choices=JUDGES)
+    parser.add_argument("--limit", type=float, default=600, help="stop a run of a tool after so many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     framework = arguments.framework
@@ -254,7 +287,7 @@ def main():
     before = json.loads(file.read_text())["rows"] if file.exists() else []
     arguments.out.mkdir(parents=True, exist_ok=True)
     order = {case.name: position for position, case in enumerate(cases(framework))}
-    for row in score(framework, arguments.only, arguments.tool):
+    for row in score(framework, arguments.only, arguments.tool, arguments.limit):
         before = [other for other in before if any(other[key] != row[key] for key in ("case", "twin", "tool"))] + [row]
         before.sort(key=lambda row: (order[row["case"]], row["tool"], row["twin"]))
         file.write_text(json.dumps({"schema": "ampx.corpus/1", "commit": commit(), "rows": before}, indent=1) + "\n")
