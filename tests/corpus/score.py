@@ -6,6 +6,7 @@ It runs in the environment that has the framework's libraries, writes `FRAMEWORK
 """
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -33,6 +34,12 @@ SIMULATED = ("paddle", "mxnet")  # of which the CPU computes no float16: see sim
 QUIET.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
 
+def simulated(framework):
+    """Return what the environment holds for a framework whose GPU is simulated."""
+    path = [str(HERE / "simulated"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), "CORPUS_SIMULATES": framework} if framework in SIMULATED else {}
+
+
 class TookTooLongError(Exception):
     """A run was stopped: there is no verdict."""
 
@@ -49,7 +56,8 @@ class Runner:
         return self.python("-m", "ampx", command, *options, nests=True)
 
     def python(self, *command, **options):
-        done = Started(command, cwd=self.folder, **options).wait(self.limit)
+        environment = simulated(self.case.framework)
+        done = Started(command, cwd=self.folder, **options, **environment).wait(self.limit)
         if done.returncode is None:
             raise TookTooLongError(f"stopped after {self.limit:g} s")
         return done
@@ -211,7 +219,7 @@ def score(framework, only, tools, limit):
                     print(f"{case.name}{' (twin)' if twin else ''}, {tool}: {error}", flush=True)
                     continue
                 said = re.sub(r"/(?:[\w.+-]+/)+", "", said)  # folders of this machine
-                row = {"case": case.name, "twin": twin, "tool": tool, "verdict": verdict, "said": said}
+                row = {"case": case.name, "twin": twin, "tool": tool, "verdict": verdict, "said": said, "at": commit()}
                 print(f"{case.name}{' (twin)' if twin else ''}, {tool}: {verdict}: {said}", flush=True)
                 yield row
 
@@ -232,55 +240,77 @@ def write_page():
         file = RESULTS / f"{framework}.json"
         if not file.exists():
             continue
-        result = json.loads(file.read_text())
-        tools = list(dict.fromkeys(row["tool"] for row in result["rows"]))
-        verdicts = {(row["case"], row["tool"], row["twin"]): row["verdict"] for row in result["rows"]}
+        rows = json.loads(file.read_text())["rows"]
+        tools = [tool for tool in JUDGES if any(row["tool"] == tool for row in rows)]
+        verdicts = {(row["case"], row["tool"], row["twin"]): row["verdict"] for row in rows}
         for tool in tools:
             failing = [verdict for (_, name, twin), verdict in verdicts.items() if name == tool and not twin]
             twins = [verdict for (_, name, twin), verdict in verdicts.items() if name == tool and twin]
             counts = [str(failing.count(verdict)) for verdict in VERDICTS[:4]]
             accused = f"{twins.count('accused')} of {len(twins)}"
-            sums.append([framework, tool, str(len(failing)), *counts, accused, result["commit"]])
-        names = list(dict.fromkeys(row["case"] for row in result["rows"]))
-        rows = [
+            sums.append([NAMES[framework], f"`{tool}`", str(len(failing)), *counts, accused])
+        table_of_cases = table(
+            ["script", "what fails in it", *(f"`{tool}`" for tool in tools)],
             [
-                name,
-                *(
-                    f"{verdicts.get((name, tool, False), '')}{TWIN.get(verdicts.get((name, tool, True)), '')}"
-                    for tool in tools
-                ),
-            ]
-            for name in names
-        ]
-        parts.append(f"## {framework}\n\n{table(['case', *tools], rows)}\n")
-    head = ["framework", "tool", "cases", *VERDICTS[:4], "twins accused", "at"]
+                [f"`{case.name}`", _told(case), *(_cell(verdicts, case, tool) for tool in tools)]
+                for case in cases(framework)
+            ],
+        )
+        parts.append(f"## {NAMES[framework]}\n\n{table_of_cases}\n")
+    head = ["framework", "tool", "scripts", *VERDICTS[:4], "twins accused"]
     PAGE.write_text("\n".join([INTRODUCTION, table(head, sums), "", *parts]))
 
 
-TWIN = {"accused": ", twin accused"}
+def _told(case):
+    """Return the first line of a script's docstring, without what would end the cell of a table."""
+    return ast.get_docstring(ast.parse(case.script.read_text())).splitlines()[0].replace("|", "\\|")
+
+
+def _cell(verdicts, case, tool):
+    cell = verdicts.get((case.name, tool, False), "not run")
+    return f"{cell}, twin accused" if verdicts.get((case.name, tool, True)) == "accused" else cell
+
+
+NAMES = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "paddle": "PaddlePaddle", "mxnet": "MXNet"}
 INTRODUCTION = """# How often the debugger is right
 
-`tests/corpus` holds training scripts with models of libraries that fail of their precision, and a healthy twin of each.
-What is true of a case (its kind, its place, what cures it) was measured with the framework alone. A tool is *right and
-curing* if kind and place are true and its advice, carried out, makes the run healthy; *right without cure* if they are
-true and the advice does not help; *silent* if it says nothing of the fault, nor anything false; *wrong* if it names
-another kind or place, or says that all is well. Twins must not be accused. `python tests/corpus/score.py FRAMEWORK`
-makes the table, and `docs/evidence/corpus` holds each sentence.
+Here are training scripts that fail of their precision, or of something else that looks like it, and what `ampx
+diagnose`, `ampx tune` and the frameworks' own tools say of each. The models are those of libraries where these have
+one; weights and data are made for the purpose. What is true of a script was measured with the framework alone, and
+written down before a tool saw it: what fails, where, and what cures it. Every script has a healthy twin, which differs
+by its data, its weights or a formula, and in which a tool must find nothing.
+
+- **right and curing**: kind and place are true, and the advice was carried out: the script then trains as in float32.
+  `tune` is also right where float32 itself fails and it says so.
+- **right without cure**: kind and place are true, but the advice does not help, or there is none.
+- **silent**: nothing is said of the fault, nor anything false.
+- **wrong**: a kind or a place is named that is not true, or all is said to be well. `tune` is wrong where the script
+  does not train by its policy as in float32, or where that keeps in float32 what is not at fault.
+- **twin accused**: a fault is named in the healthy twin.
+
+Other tools name no kind and give no advice. They are judged by the module or the line of the script that they name;
+where only a module of a library is at fault, any line of the script counts as true. They run in the framework's own
+mixed precision. MXNet has no such tool. PaddlePaddle and MXNet compute on a simulated GPU, because their CPU builds
+compute no float16; all else computes on a CPU.
+
+The scripts are in `tests/corpus/scripts`, what is true of them in the `truth.toml` beside them, and every sentence that
+a tool said in `docs/evidence/corpus`. `python tests/corpus/score.py FRAMEWORK` runs the tools and writes this page.
 """
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("framework", choices=FRAMEWORKS)
+    parser.add_argument("framework", choices=FRAMEWORKS, nargs="?", help="without it the page is written anew")
     parser.add_argument("--only", nargs="*", default=[], help="these cases; their rows replace those in the file")
     parser.add_argument("--tool", nargs="*", default=["diagnose"], choices=JUDGES)
     parser.add_argument("--limit", type=float, default=600, help="stop a run of a tool after so many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     framework = arguments.framework
-    if framework in SIMULATED:
-        QUIET["PYTHONPATH"] = os.pathsep.join([str(HERE / "simulated"), os.environ["PYTHONPATH"]])
-        QUIET["AMPX_CORPUS_SIMULATES"] = framework
+    if framework is None:
+        write_page()
+        return
+    QUIET.update(simulated(framework))
     chosen = [case.script for case in cases(framework) if not arguments.only or case.name in arguments.only]
     forks.FRAMEWORKS[framework] = tuple(dict.fromkeys([*forks.FRAMEWORKS[framework], *imported(chosen)]))
     file = arguments.out / f"{framework}.json"
@@ -290,7 +320,7 @@ def main():
     for row in score(framework, arguments.only, arguments.tool, arguments.limit):
         before = [other for other in before if any(other[key] != row[key] for key in ("case", "twin", "tool"))] + [row]
         before.sort(key=lambda row: (order[row["case"]], row["tool"], row["twin"]))
-        file.write_text(json.dumps({"schema": "ampx.corpus/1", "commit": commit(), "rows": before}, indent=1) + "\n")
+        file.write_text(json.dumps({"schema": "ampx.corpus/1", "rows": before}, indent=1) + "\n")
     if arguments.out == RESULTS:
         write_page()
 
