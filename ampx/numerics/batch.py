@@ -53,12 +53,14 @@ class Seen:
         readings: What was read.
         shapes: Of the parameters, by name; None where they are those of the gradients.
         skipped: Whether the step of the batch was skipped; None where none was made.
+        largest_loss: The largest loss of the steps up to this one; 0 where only this one is known.
     """
 
     replayed: Replayed
     readings: tuple[Reading, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] | None = None
     skipped: bool | None = None
+    largest_loss: float = 0.0
 
     @property
     def finite(self) -> bool:

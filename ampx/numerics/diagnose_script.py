@@ -13,12 +13,14 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import Refusal, Seen, plain
-from .causes import Growth
+from .causes import Growth, loss_error
 from .compare import module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
-from .places import of_the_step, outermost
+from .meter import LOST
+from .places import Place, cast_by_hand, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
+from .tolerance import percent
 from .trial import DIFFERS, Outcome, Trial, run_trial
 from .tune import kept_in_float32
 
@@ -123,12 +125,15 @@ def _look_at(
             f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
             f"precision is innocent."
         )
-    growth = _growth(reference, step) if reference.dtype == "float32" else None
+    # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
+    fails = isinstance(low_step, Refusal) or not low_step.finite
+    growth = _growth(low if dtype == "float32" else runs.whole(), step) if fails else None
     diagnosis = examined(
         exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth, runs.compared
     )
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
+    notes += _lost_updates(low, step)
     agreement = _agreement(low_step, exact_step, dtype, scale)
     look = _Look(step, what, low, diagnosis, agreement)
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
@@ -146,7 +151,7 @@ class _Runs:
         before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
         self._trial = replace(
             trial,
-            settings=replace(trial.settings, watched=True),
+            settings=replace(trial.settings, watched=True, meter_every=step),
             steps=step,
             watched=before,
             gradients=before,  # in adversarial training, optimizers take turns
@@ -290,7 +295,9 @@ def _seen(outcome: Outcome, step: int) -> Seen:
     gradients = {name: entry.values for name, entry in trained.get(step, {}).items() if entry.values is not None}
     shapes = {name: entry.shape for sampled in trained.values() for name, entry in sampled.items()}
     replayed = Replayed(_loss(outcome, step), gradients, {})
-    return Seen(replayed, of_the_step(outcome.readings[step]), shapes, step in outcome.skipped)
+    losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
+    skipped = step in outcome.skipped
+    return Seen(replayed, of_the_step(outcome.readings[step]), shapes, skipped, max(losses, default=0.0))
 
 
 def _refusal(outcome: Outcome, step: int) -> Refusal | None:
@@ -340,12 +347,34 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
     readings = unscaled(low.readings, scale) if isinstance(low, Seen) else ()
     errors = (entry for entry in module_errors(reference.readings, readings, dtype) if entry.direction == "forward")
     apart = next((entry for entry in errors if entry.parts), None)
+    by_hand = cast_by_hand(reference.readings)
+    if apart is None and by_hand is not None:
+        return (
+            f"what is computed in float32 there agrees, and what the script itself casts to {by_hand.dtype}, from the "
+            f"{Place.of(by_hand)} on, was not compared"
+        )
     if apart is None:
-        return "every module agrees"
+        off = loss_error(low, reference) if isinstance(low, Seen) else math.nan
+        return f"every module agrees, and the loss is {percent(off)} from float32's"
     module = f"module {apart.module!r}" if apart.module else "the model"
     if math.isinf(apart.error):
         return f"outputs of {module} are not finite"
     return f"{module} is off by {apart.error:.2g} of its norm, where rounding explains {apart.bound:.2g}"
+
+
+def _lost_updates(outcome: Outcome, step: int) -> list[str]:
+    """Return a sentence for each optimizer whose updates of weights in low precision are rounded away."""
+    sentences = []
+    for meter in outcome.run["meters"]:
+        low = [entry for entry in meter["last"]["parameters"] if entry["dtype"] != "float32" and entry["moved"]]
+        moved, unchanged = (sum(entry[name] for entry in low) for name in ("moved", "unchanged"))
+        if low and unchanged > LOST * moved:
+            sentences.append(
+                f"{percent(unchanged / moved)} of the updates of weights in {low[0]['dtype']} were rounded away in step "
+                f"{step} by {meter['optimizer']}: the weights are stored in it, and are no nearer to one another. Store "
+                f"them in float32, and have `ampx` cast; this was not tried."
+            )
+    return sentences
 
 
 def _of_module(entry: Reading) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class Runner:
     def is_cured_by(self, policy):
         """Return whether the script, run by the policy, is healthy, at a scale at which no step is lost to settling."""
         lines = [line for line in policy.splitlines() if not line.startswith("loss_scale")]
-        (self.folder / "cure.toml").write_text("\n".join([*lines[:2], "loss_scale = 128.0", *lines[2:], ""]))
+        scale = f"loss_scale = {self.case.scale}"
+        (self.folder / "cure.toml").write_text("\n".join([*lines[:2], scale, *lines[2:], ""]))
         done = self.ampx("run", "--policy", "cure.toml", self.case.script)
         try:
             losses = losses_of(done.stdout)
@@ -74,7 +75,7 @@ def holds_the_code(case, place):
 def is_true_place(case, module, place):
     """Return whether a module is one of those at fault, or where no module is, a place the line."""
     if case.modules:
-        return module in case.modules
+        return module.rpartition(":")[2] in case.modules  # of a second model, the name begins with its class
     return holds_the_code(case, place) if case.code else True
 
 

@@ -109,9 +109,9 @@ def test_a_backward_pass_that_overflows_is_told_from_a_scale_that_is_too_large()
     low = seen(forward, read("", [], [math.inf], direction="backward"), gradients=[math.inf])
     large = seen(forward, read("", [], [1e5], direction="backward", dtype="float32"))
     small = seen(forward, read("", [], [10.0], direction="backward", dtype="float32"))
-    diagnosis = diagnosed(low, large, "float16", 8.0, unscaled=low)
+    diagnosis = diagnosed(low, large, "float16", 8.0, settled=low)
     assert (diagnosis.kind, diagnosis.first_nonfinite.direction) == ("overflow", "backward")
-    scaled = diagnosed(low, small, "float16", 2.0**16, unscaled=small)
+    scaled = diagnosed(low, small, "float16", 2.0**16, settled=small)
     assert (scaled.kind, scaled.precision_is_innocent) == ("loss scale", True)
 
 
@@ -254,7 +254,7 @@ def test_an_infinity_that_becomes_a_zero_is_named_though_the_loss_is_finite(valu
     assert diagnosis.precision_is_innocent is (kind == "healthy")
     if operation is not None:
         assert diagnosis.first_nonfinite.operation == operation
-        assert "the loss stays finite, and is wrong" in diagnosis.why
+        assert "the loss stays finite, 0 % from float32's" in diagnosis.why
         assert "deny=['module:block']" in diagnosis.advice
 
 
