@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeAlias
 from ampx.formats import FORMATS, Format
 
 from .batch import Refusal, Seen
+from .compare import listed_names
 from .operations import family, normalised
 from .places import (
     WRONG,
@@ -22,7 +23,6 @@ from .places import (
     is_low,
     is_mask_constant,
     key_of,
-    listed_names,
     masked_whole,
     outermost,
     overflow_by_hand,

@@ -35,11 +35,13 @@ class Change:
 
     Attributes:
         float32: Names of modules that are kept in float32.
+        operations: Names of operations that are kept in float32, wherever they run.
         scale: The loss scale; None for that of the batch.
         dtype: Another dtype; None for the same.
     """
 
     float32: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
     scale: float | None = None
     dtype: str | None = None
 
@@ -48,6 +50,7 @@ class Change:
         *rest, last = map(repr, self.float32 or ("",))
         names = f"{', '.join(rest)} and {last}" if rest else last if self.float32 else ""
         words = [f"with module{'s' if len(self.float32) > 1 else ''} {names} in float32"] if names else []
+        words += [f"with operation {name!r} in float32" for name in self.operations]
         words += [] if self.dtype is None else [f"in {self.dtype}"]
         words += [] if self.scale is None else [f"at a loss scale of {self.scale:g}"]
         return ", ".join(words)
@@ -132,14 +135,23 @@ class Search:
             if self.experiments[-1].cures:
                 kept, seen = self._needed(kept, seen)
                 self.producer = self._producer(kept, seen)
-                return Change(kept, self._scale)
+                return Change(kept, scale=self._scale)
             if seen is not None:
                 readings, position = seen.readings, self._failing(seen)
-        wider = Change(scale=1.0, dtype="bfloat16")
+        return self._elsewhere()
+
+    def _elsewhere(self) -> Change | None:
+        """Keep the operation in float32 that computes in low precision at the place or last before it; then bfloat16.
+
+        What a backend does not take as the name of an operation is not tried.
+        """
+        operation = None if self._fault.position is None else _low_operation(self._fault.readings, self._fault.position)
+        changes = [] if operation is None else [Change(operations=(operation,), scale=self._scale)]
         if self._dtype == "float16" and self._fault.kind in RANGE:
-            self._run(wider)
-            return wider if self.experiments[-1].cures else None
-        return None
+            changes.append(Change(scale=1.0, dtype="bfloat16"))
+        return next(
+            (change for change in changes if self._run(change) is not None and self.experiments[-1].cures), None
+        )
 
     @property
     def _place(self) -> Reading:
@@ -187,18 +199,20 @@ class Search:
 
     def _attempt(self, kept: tuple[str, ...]) -> Seen | None:
         """Run the batch with modules in float32; where the loss is right and gradients overflow, at a scale of 1."""
-        seen = self._run(Change(kept, self._scale))
+        seen = self._run(Change(kept, scale=self._scale))
         if seen is None or self._scale in (None, 1.0) or not seen.overflows:
             return seen
         if math.isfinite(seen.replayed.loss) and loss_error(seen, self._reference()) <= WRONG:
             self._scale = 1.0
             self.experiments.pop()
-            seen = self._run(Change(kept, self._scale))
+            seen = self._run(Change(kept, scale=self._scale))
         return seen
 
     def _run(self, change: Change) -> Seen | None:
         """Run the batch with a change, and note what came out."""
         seen = self._again(change, [entry.module for entry in self._reference().readings])
+        if isinstance(seen, Refusal) and change.operations:
+            return None
         if isinstance(seen, Refusal):
             self.experiments.append(Experiment(str(change), math.nan, math.nan, False, False, seen.message))
             return None
@@ -240,6 +254,16 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
         return module
     around = outer_name(module) if module else None
     return _before(readings[:position], (*kept, module)) or (around if around not in kept else None) or None
+
+
+def _low_operation(readings: Sequence[Reading], position: int) -> str | None:
+    """Return the operation at a place, or else before it in the same module, that computes in low precision."""
+    module = readings[position].module
+    for entry in reversed(readings[: position + 1]):
+        computes = entry.operation and family(entry.operation) != "cast" and entry.direction == "forward"
+        if computes and entry.module == module and is_low(entry):
+            return entry.operation
+    return None
 
 
 def _before(readings: Sequence[Reading], taken: Sequence[str]) -> str | None:

@@ -114,7 +114,10 @@ _REGION: Final = (
     "with ampx.autocast(enabled=False):  # may cure it: around the lines that compute this, from inputs in float32\n"
     "    ..."
 )
-_BY_HAND: Final = "x = x.float()  # may cure it, and was not tried: where the script casts by hand, no option of ours acts"
+_BY_HAND: Final = (
+    "# may cure it, and was not tried: cast to float32 before the operation above, or not to less\n"
+    "# at all; where a script casts by hand, no option acts"
+)
 _WIDE: Final = 'amp = ampx.init(dtype="bfloat16")'
 _CLIP: Final = "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)"
 
@@ -159,6 +162,8 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
 
 def _advice(fault: Fault, dtype: str, float32_fails: bool, cure: Change | None, tried: bool) -> str:
     """Return what to do, as code: what was seen to cure it, or else what may, which was not tried."""
+    if cure is not None and cure.operations:
+        return f"amp = ampx.init(dtype={dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
     if cure is not None:
         return _WIDE if cure.dtype else _denied(cure.float32, dtype, True)
     own = _BY_HAND if fault.by_hand else _in_the_script(fault.kind, fault.place, dtype)
@@ -335,7 +340,7 @@ def diagnose(
 
     def again(change: Change, modules: Sequence[str]) -> Seen | Refusal:
         try:
-            changed = batch.casting(change.dtype or chosen, level, allow, deny)
+            changed = batch.casting(change.dtype or chosen, level, allow, (*deny, *change.operations))
             forced = {**changed.forced, **kept_in_float32(change.float32, modules)}
             return batch.run(replace(changed, forced=forced), scale if change.scale is None else change.scale, watching)
         except Exception as error:  # of the framework, which does not refuse float32

@@ -18,7 +18,7 @@ from .compare import module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
 from .meter import LOST
-from .places import Place, cast_by_hand, of_the_step, outermost
+from .places import Place, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
 from .tolerance import percent
 from .trial import DIFFERS, Outcome, Trial, run_trial
@@ -135,7 +135,7 @@ def _look_at(
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     notes += _lost_updates(low, step)
     agreement = _agreement(low_step, exact_step, dtype, scale)
-    look = _Look(step, what, low, diagnosis, agreement)
+    look = _Look(step, what, low, exact_step.readings, diagnosis, agreement)
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
 
 
@@ -200,7 +200,9 @@ class _Runs:
     def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
         """Run the step with a change; `modules` are the names of all."""
         trial = {"forced": kept_in_float32(change.float32, modules), "watched": (self._step,)}
-        settings = {"loss_scale": change.scale, "dtype": change.dtype}
+        settings: dict[str, Any] = {"loss_scale": change.scale, "dtype": change.dtype}
+        if change.operations:
+            settings["deny"] = (*self._trial.settings.deny, *change.operations)
         try:
             outcome = self.run(
                 str(change), trial, **{name: value for name, value in settings.items() if value is not None}
@@ -291,13 +293,12 @@ def _loss(outcome: Outcome, step: int) -> float:
 
 def _seen(outcome: Outcome, step: int) -> Seen:
     """Return a step of a script as a replay."""
-    trained = _trained(outcome)
-    gradients = {name: entry.values for name, entry in trained.get(step, {}).items() if entry.values is not None}
-    shapes = {name: entry.shape for sampled in trained.values() for name, entry in sampled.items()}
+    trained = _trained(outcome).get(step, {})
+    gradients = {name: entry.values for name, entry in trained.items() if entry.values is not None}
     replayed = Replayed(_loss(outcome, step), gradients, {})
     losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
     skipped = step in outcome.skipped
-    return Seen(replayed, of_the_step(outcome.readings[step]), shapes, skipped, max(losses, default=0.0))
+    return Seen(replayed, of_the_step(outcome.readings[step]), skipped, max(losses, default=0.0))
 
 
 def _refusal(outcome: Outcome, step: int) -> Refusal | None:
@@ -369,17 +370,18 @@ def _lost_updates(outcome: Outcome, step: int) -> list[str]:
         low = [entry for entry in meter["last"]["parameters"] if entry["dtype"] != "float32" and entry["moved"]]
         moved, unchanged = (sum(entry[name] for entry in low) for name in ("moved", "unchanged"))
         if low and unchanged > LOST * moved:
+            share, dtype = percent(unchanged / moved), low[0]["dtype"]
             sentences.append(
-                f"{percent(unchanged / moved)} of the updates of weights in {low[0]['dtype']} were rounded away in step "
-                f"{step} by {meter['optimizer']}: the weights are stored in it, and are no nearer to one another. Store "
-                f"them in float32, and have `ampx` cast; this was not tried."
+                f"{share} of the updates of weights in {dtype} were rounded away in step {step}, by "
+                f"{meter['optimizer']}: they are smaller than what lies between two numbers of {dtype}. To store the "
+                f"weights in float32 may cure it, and was not tried."
             )
     return sentences
 
 
-def _of_module(entry: Reading) -> dict[str, Any]:
+def _of_module(entry: Reading, exact: Reading | None) -> dict[str, Any]:
     names = ("module", "kind", "direction", "call", "dtype", "value", "inputs")
-    return {name: plain(getattr(entry, name)) for name in names}
+    return {**{name: plain(getattr(entry, name)) for name in names}, "float32": exact and plain(exact.value)}
 
 
 def _nothing_failed(seen: Outcome) -> str:
@@ -398,6 +400,7 @@ class _Look:
         step: Its number.
         what: Why it; "" where nothing failed.
         low: The run in which it was watched.
+        exact: What was read of it in float32.
         diagnosis: Of it.
         agreement: How far modules agree with float32 there.
     """
@@ -405,6 +408,7 @@ class _Look:
     step: int
     what: str
     low: Outcome
+    exact: Sequence[Reading]
     diagnosis: Diagnosis
     agreement: str
 
@@ -424,13 +428,14 @@ class _Look:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types."""
         readings = self.low.readings.get(self.step, ())
+        exact = {key_of(entry): entry for entry in self.exact}
         return {
             "step": self.step if self.fails else None,
             "looked_at": self.step,
             "fault": self.what or ("wrong" if self.fails else None),
             "diagnosis": self.diagnosis.to_json() if self.fails else None,
             "risks": plain(self.diagnosis.risks),
-            "modules": [_of_module(entry) for entry in readings if not entry.operation],
+            "modules": [_of_module(entry, exact.get(key_of(entry))) for entry in readings if not entry.operation],
             "map": _map(self.low),
         }
 

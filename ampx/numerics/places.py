@@ -16,7 +16,6 @@ from .probe import Direction, Reading, Stats
 
 # A finite value that is off by more than this is wrong, whatever rounding explains.
 WRONG: Final = 0.25
-_SHOWN: Final = 5  # names in a list
 
 
 @dataclass(frozen=True)
@@ -229,9 +228,3 @@ def _overflows(entry: Reading) -> bool:
         return False
     meant = family(entry.operation) in ("mask", "division", "logarithm")
     return not meant and not is_mask_constant(entry.inputs, FORMATS[entry.dtype].largest)
-
-
-def listed_names(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many there are besides."""
-    rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
