@@ -49,6 +49,8 @@ class Diagnosis:
         advice: What to do, as code; empty where nothing is to be done. What was not tried is said to be so.
         risks: What may do harm elsewhere.
         experiments: The batch, run again with what was expected to cure it, in order.
+        deny: What cures it, as entries of `deny` in a policy file of `ampx run`; empty where that was not seen. There
+            a module of a second model is named with its class, which `prepare` of that model does without.
     """
 
     kind: Kind
@@ -63,6 +65,7 @@ class Diagnosis:
     advice: str
     risks: tuple[Risk, ...] = ()
     experiments: tuple[Experiment, ...] = ()
+    deny: tuple[str, ...] = ()
 
     @property
     def precision_is_innocent(self) -> bool:
@@ -127,17 +130,19 @@ def _denied(modules: Iterable[str], dtype: str, tried: bool) -> str:
 
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
     """
+    modules = list(modules)
     parts = [name.rpartition(":") for name in modules]
     entries = [f"{MODULE}{name}" for _, _, name in parts if name]
     if not entries:
         return ""
     models = list(dict.fromkeys(kind for kind, _, _ in parts if kind))
     which = f"the {' and the '.join(models)}" if models else "which has that module"
+    policy = f"; in a policy file: {[f'{MODULE}{name}' for name in modules]!r}" if models else ""
     it = "it" if len(entries) == 1 else "them"
     keeps = f"keep {it} in float32" if tried else f"may cure it: keep {it} in float32"
     return (
         f"amp = ampx.init(dtype={dtype!r}, deny={entries!r})  # {keeps}\n"
-        f"model = amp.prepare(model)  # {which}, before wrap_optimizer"
+        f"model = amp.prepare(model)  # {which}, before wrap_optimizer{policy}"
     )
 
 
@@ -270,6 +275,7 @@ def _concluded(
         if low is None
         else _bearing(fault, risks(low, reference, dtype, scale if fault.kind == "healthy" else None)),
         tuple(experiments),
+        () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
     )
 
 

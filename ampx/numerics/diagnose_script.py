@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.errors import TrialError
-from ampx.run import RunSettings, SampledGradient
+from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
@@ -154,7 +154,7 @@ class _Runs:
             settings=replace(trial.settings, watched=True, meter_every=step),
             steps=step,
             watched=before,
-            gradients=before,  # in adversarial training, optimizers take turns
+            gradients=(step,),
             watching=Watching("float16", operations=True, samples=SAMPLES),
             stop_at_fault=False,
         )
@@ -187,7 +187,8 @@ class _Runs:
     def whole(self) -> Outcome:
         """Run the script in float32 from its first step, once."""
         if self._whole is None:
-            self._whole = self.run("in float32 from the first step on", dtype="float32")
+            both = {"watched": (1, self._step)}
+            self._whole = self.run("in float32 from the first step on", both, dtype="float32")
         return self._whole
 
     def compared(self) -> Seen:
@@ -199,7 +200,7 @@ class _Runs:
 
     def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
         """Run the step with a change; `modules` are the names of all."""
-        trial = {"forced": kept_in_float32(change.float32, modules), "watched": (self._step,)}
+        trial = {"forced": _in_every_model(change.float32, modules), "watched": (self._step,)}
         settings: dict[str, Any] = {"loss_scale": change.scale, "dtype": change.dtype}
         if change.operations:
             settings["deny"] = (*self._trial.settings.deny, *change.operations)
@@ -210,6 +211,17 @@ class _Runs:
         except TrialError as error:
             return Refusal(str(error).splitlines()[0])
         return self.seen(outcome)
+
+
+def _in_every_model(names: Sequence[str], modules: Sequence[str]) -> dict[str, str]:
+    """Return what `Probe.force` takes to compute modules in float32, of every model that has one of that name.
+
+    So does what is advised. Which model has plain names depends on what is called first, which in a step need not be
+    what is called first in the run.
+    """
+    own, known = ([name.rpartition(":")[2] for name in several] for several in (names, modules))
+    forced = kept_in_float32(own, known)
+    return {**forced, **{f"*:{pattern}": dtype for pattern, dtype in forced.items()}}
 
 
 def _growth(outcome: Outcome, step: int) -> Growth | None:
@@ -293,8 +305,8 @@ def _loss(outcome: Outcome, step: int) -> float:
 
 def _seen(outcome: Outcome, step: int) -> Seen:
     """Return a step of a script as a replay."""
-    trained = _trained(outcome).get(step, {})
-    gradients = {name: entry.values for name, entry in trained.items() if entry.values is not None}
+    trained = outcome.gradients.get(step, ())
+    gradients = {entry.name: entry.values for entry in trained if entry.values is not None}
     replayed = Replayed(_loss(outcome, step), gradients, {})
     losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
     skipped = step in outcome.skipped
@@ -308,18 +320,6 @@ def _refusal(outcome: Outcome, step: int) -> Refusal | None:
         return None
     message, line = outcome.raised
     return Refusal(message, readings, line)
-
-
-def _trained(outcome: Outcome) -> dict[int, dict[str, SampledGradient]]:
-    """Return by step and name what was trained; where optimizers take turns, names say whose they are."""
-    owners = dict(enumerate(outcome.losses_of, 1))
-    several = len({owners.get(step) for step in outcome.gradients}) > 1
-
-    def name_of(step: int, entry: SampledGradient) -> str:
-        owner = owners.get(step) if several else None
-        return entry.name if owner is None else f"{entry.name} of {owner}"
-
-    return {step: {name_of(step, entry): entry for entry in seen} for step, seen in outcome.gradients.items()}
 
 
 def _skips(skipped: Sequence[int]) -> str:

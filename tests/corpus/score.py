@@ -105,9 +105,10 @@ def diagnosed(runner, case, twin):
     innocent = diagnosis["float32_fails"] and case.float32 == "healthy"
     if innocent or kind not in case.kinds or not is_true_place(case, place["module"], place["place"]):
         return "wrong", said
-    deny = re.search(r"deny=(\[.*?\])", diagnosis["advice"])
+    untried = re.search(r"deny=(\[.*?\])", diagnosis["advice"])
+    deny = diagnosis["deny"] or (json.loads(untried[1].replace("'", '"')) if untried else [])
     if deny:
-        cured = runner.is_cured_by(policy_of(case, json.loads(deny[1].replace("'", '"'))))
+        cured = runner.is_cured_by(policy_of(case, deny))
     else:
         cured = bool(case.edit) and bool(diagnosis["advice"])
     if case.no_cure and case.no_cure in diagnosis["advice"]:

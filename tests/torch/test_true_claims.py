@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from ampx.numerics import report
 from ampx.numerics.diagnose import diagnose
 from ampx.numerics.diagnose_script import diagnose_script
 from ampx.run import RunSettings
+from ampx.run.page import ALARM
 from ampx.run.program import Program
 from planted_torch import Lambda, linear
 from processes import run_here
@@ -350,8 +352,8 @@ def asked(tmp_path):
 
 
 def test_state_that_crosses_steps_is_no_failure_of_float32(asked):
-    diagnosis, report = asked(STATEFUL)
-    assert (report["step"], diagnosis.kind, diagnosis.first_nonfinite.module) == (4, "overflow", "energy")
+    diagnosis, result = asked(STATEFUL)
+    assert (result["step"], diagnosis.kind, diagnosis.first_nonfinite.module) == (4, "overflow", "energy")
     assert not diagnosis.float32_fails
 
 
@@ -362,8 +364,8 @@ def test_a_script_whose_optimizers_take_turns_is_compared_with_itself_in_float32
 
 
 def test_what_an_initializer_finds_in_memory_is_no_data(asked):
-    diagnosis, report = asked(INITIALIZED)
-    assert (report["step"], diagnosis.kind, diagnosis.first_nonfinite.module) == (1, "division", "2")
+    diagnosis, result = asked(INITIALIZED)
+    assert (result["step"], diagnosis.kind, diagnosis.first_nonfinite.module) == (1, "division", "2")
     assert diagnosis.float32_fails
 
 
@@ -374,8 +376,8 @@ def test_what_a_framework_masks_in_its_backward_is_no_failure_of_float32(asked):
 
 @pytest.mark.parametrize("mask", [FILLED, ADDED], ids=["filled", "added"])
 def test_a_row_that_is_masked_whole_is_no_data(asked, mask):
-    diagnosis, report = asked(MASKED_ROW.replace("MASK", mask))
-    assert (report["step"], diagnosis.kind, diagnosis.float32_fails) == (3, "mask", True)
+    diagnosis, result = asked(MASKED_ROW.replace("MASK", mask))
+    assert (result["step"], diagnosis.kind, diagnosis.float32_fails) == (3, "mask", True)
     assert diagnosis.first_nonfinite.operation == "_softmax"
 
 
@@ -388,29 +390,29 @@ def test_weights_that_explode_are_no_overflow_of_a_module(asked, rate, decay):
 
 
 def test_in_bfloat16_a_skipped_step_is_a_fault(asked):
-    diagnosis, report = asked(SKIPS, dtype="bfloat16")
-    assert (report["step"], report["fault"]) == (1, "skipped")
+    diagnosis, result = asked(SKIPS, dtype="bfloat16")
+    assert (result["step"], result["fault"]) == (1, "skipped")
     assert (diagnosis.kind, diagnosis.float32_fails, diagnosis.first_nonfinite.module) == ("logarithm", True, "1")
 
 
 def test_what_the_script_casts_by_hand_is_not_compared_and_an_overflow_there_is_named(asked):
-    diagnosis, report = asked(BY_HAND.replace("SIZE", "300.0"))
+    diagnosis, result = asked(BY_HAND.replace("SIZE", "300.0"))
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation, diagnosis.float32_fails) == ("overflow", "pow", False)
     assert "the script itself casts" in diagnosis.why
     assert diagnosis.experiments == ()
     assert "may cure it" in diagnosis.advice
-    healthy, report = asked(BY_HAND.replace("SIZE", "3.0"))
+    healthy, result = asked(BY_HAND.replace("SIZE", "3.0"))
     assert healthy is None
-    assert "every module agrees" not in report["verdict"]
-    assert "casts to float16" in report["verdict"]
+    assert "every module agrees" not in result["verdict"]
+    assert "casts to float16" in result["verdict"]
 
 
 def test_a_loss_that_is_wrong_is_no_agreement_though_outputs_are_right_in_their_norm(asked):
     diagnosis, _ = asked(EXPANDED.replace("OFFSET", "60.0"))
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "nearest")
     assert "deny=['module:nearest']" in diagnosis.advice
-    healthy, report = asked(EXPANDED.replace("OFFSET", "0.0"))
-    assert healthy is None, report["verdict"]
+    healthy, result = asked(EXPANDED.replace("OFFSET", "0.0"))
+    assert healthy is None, result["verdict"]
 
 
 def test_a_scale_at_which_other_gradients_are_zero_cures_nothing(asked):
@@ -439,6 +441,19 @@ def test_an_epsilon_that_the_dtype_has_not_is_not_put_down_to_a_difference(asked
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("epsilon", "1")
 
 
+def test_the_picture_shows_what_every_module_needs_and_marks_the_one_that_fails(asked):
+    _, result = asked(SOFTPLUS)
+    (axes,) = report._draw_ranges(result).axes
+    *rows, smallest, largest = axes.get_lines()
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["0", "1", "2", "the model"]
+    assert [row.get_color() == ALARM for row in rows] == [False, True, False, False]
+    assert [line.get_xdata()[0] for line in (smallest, largest)] == [2.0**-24, 65504.0]
+    needs = dict(zip(names, (row.get_xdata() for row in rows), strict=True))
+    assert 11 < needs["0"][1] < 20  # 13 and what weights below 0.36 add: its exponential is beyond float16, not itself
+    assert result["modules"][0]["float32"]["largest"] == needs["0"][1]
+
+
 def test_a_change_is_tried_at_a_loss_scale_that_the_gradients_fit(asked):
     diagnosis, _ = asked(SOFTPLUS)
     assert [entry.cures for entry in diagnosis.experiments] == [True], str(diagnosis)
@@ -454,13 +469,20 @@ def test_a_module_has_the_same_name_in_all_runs_though_a_part_of_it_was_called_b
     assert "deny=['module:cell']" in diagnosis.advice
 
 
+def test_a_module_is_tried_in_the_model_that_fails_though_the_models_were_called_in_another_order(asked):
+    swapped = GAN.replace("for step in range(4):", "critic(torch.randn(1, 8))\nfor step in range(4):")
+    diagnosis, _ = asked(swapped)
+    assert diagnosis.experiments[-1].cures, str(diagnosis)
+    assert "deny=['module:3']" in diagnosis.advice
+
+
 @pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float32"])
 def test_updates_that_weights_in_bfloat16_lose_are_told(asked, dtype):
-    diagnosis, report = asked(ROUNDED_AWAY.replace("DTYPE", dtype), dtype="bfloat16")
+    diagnosis, result = asked(ROUNDED_AWAY.replace("DTYPE", dtype), dtype="bfloat16")
     assert diagnosis is None
-    told = [note for note in report["notes"] if "of the updates of weights in bfloat16 were rounded away" in note]
+    told = [note for note in result["notes"] if "of the updates of weights in bfloat16 were rounded away" in note]
     assert len(told) == (dtype == "torch.bfloat16")
-    assert ("every module agrees" in report["verdict"]) == (dtype == "torch.float32")
+    assert ("every module agrees" in result["verdict"]) == (dtype == "torch.float32")
 
 
 class Norm(nn.Module):
@@ -514,10 +536,10 @@ for step in range(3):
     model(torch.randn(2, 4)).float().mean().backward()
     optimizer.step()
 """
-    diagnosis, report = asked(text, loss_scale=1.0)
+    diagnosis, result = asked(text, loss_scale=1.0)
     assert diagnosis is None
-    assert "every module agrees" not in report["verdict"]
-    (risk,) = (risk for risk in report["risks"] if risk["kind"] == "overflow")
+    assert "every module agrees" not in result["verdict"]
+    (risk,) = (risk for risk in result["risks"] if risk["kind"] == "overflow")
     assert risk["where"] == ["1"]
     assert "608 of 1024" in risk["text"]
 
@@ -537,9 +559,9 @@ for step in range(3):
     model(torch.randn(16, 4)).float().square().mean().backward()
     optimizer.step()
 """
-    diagnosis, report = asked(text, dtype="bfloat16")
-    assert "every module agrees" not in report["verdict"]
-    assert diagnosis is not None, report["verdict"]
+    diagnosis, result = asked(text, dtype="bfloat16")
+    assert "every module agrees" not in result["verdict"]
+    assert diagnosis is not None, result["verdict"]
     assert diagnosis.first_nonfinite.module == "1"
 
 
