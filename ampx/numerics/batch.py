@@ -51,14 +51,14 @@ class Seen:
     Attributes:
         replayed: What the replay returned; gradients may be samples of the true ones.
         readings: What was read.
-        shapes: Of the parameters, by name; None where they are those of the gradients.
         skipped: Whether the step of the batch was skipped; None where none was made.
+        largest_loss: The largest loss of the steps up to this one; 0 where only this one is known.
     """
 
     replayed: Replayed
     readings: tuple[Reading, ...] = ()
-    shapes: Mapping[str, tuple[int, ...]] | None = None
     skipped: bool | None = None
+    largest_loss: float = 0.0
 
     @property
     def finite(self) -> bool:

@@ -68,7 +68,8 @@ class Runner:
     def is_cured_by(self, policy):
         """Return whether the script, run by the policy, is healthy, at a scale at which no step is lost to settling."""
         lines = [line for line in policy.splitlines() if not line.startswith("loss_scale")]
-        (self.folder / "cure.toml").write_text("\n".join([*lines[:2], "loss_scale = 128.0", *lines[2:], ""]))
+        scale = f"loss_scale = {self.case.scale}"
+        (self.folder / "cure.toml").write_text("\n".join([*lines[:2], scale, *lines[2:], ""]))
         done = self.ampx("run", "--policy", "cure.toml", self.case.script)
         try:
             losses = losses_of(done.stdout)
@@ -126,19 +127,19 @@ def diagnosed(runner, case, twin):
     innocent = diagnosis["float32_fails"] and case.float32 == "healthy"
     if innocent or kind not in case.kinds or not is_true_place(case, place["module"], place["place"]):
         return "wrong", said
-    return ("right and curing" if _cures(runner, case, diagnosis["advice"]) else "right without cure"), said
+    return ("right and curing" if _cures(runner, case, diagnosis) else "right without cure"), said
 
 
-def _cures(runner, case, advice):
+def _cures(runner, case, diagnosis):
     """Return whether advice helps: a setting is carried out, and an edit is the one that `--cure` makes."""
+    advice = diagnosis["advice"]
     if case.no_cure and case.no_cure in advice:
         return False
-    deny = re.search(r"deny=(\[.*?\])", advice)
+    untried = re.search(r"deny=(\[.*?\])", advice)
+    deny = diagnosis["deny"] or (json.loads(untried[1].replace("'", '"')) if untried else [])
     dtype = re.search(r"init\(dtype=.(\w+).\)", advice)
-    if deny:
-        return runner.is_cured_by(policy_of(case, json.loads(deny[1].replace("'", '"'))))
-    if dtype:
-        return runner.is_cured_by(policy_of(case, dtype=dtype[1]))
+    if deny or dtype:
+        return runner.is_cured_by(policy_of(case, deny, None if deny else dtype[1]))
     return bool(case.edit) and bool(advice)
 
 
