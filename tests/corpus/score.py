@@ -311,7 +311,6 @@ def main():
     if framework is None:
         write_page()
         return
-    QUIET.update(simulated(framework))
     chosen = [case.script for case in cases(framework) if not arguments.only or case.name in arguments.only]
     forks.FRAMEWORKS[framework] = tuple(dict.fromkeys([*forks.FRAMEWORKS[framework], *imported(chosen)]))
     file = arguments.out / f"{framework}.json"
