@@ -1,5 +1,6 @@
 """TensorFlow's `enable_check_numerics` on a script of Keras under Keras's own policy: see `others.py`."""
 
+import re
 import sys
 
 import keras
@@ -15,7 +16,8 @@ def main():
     tf.debugging.enable_check_numerics()
     text = said_by(script, options)
     lines = lines_in(script, text)
-    answer(script, text, blamed="Traceback" in text, line=lines[-1] if lines else None)
+    words = " ".join(re.findall(r"!!! Detected.*?!!!", text)) or text  # and whole tensors, which say nothing here
+    answer(script, words, blamed="Traceback" in text, line=lines[-1] if lines else None)
 
 
 if __name__ == "__main__":
