@@ -107,10 +107,8 @@ def diagnosed(runner, case, twin):
         return "wrong", said
     untried = re.search(r"deny=(\[.*?\])", diagnosis["advice"])
     deny = diagnosis["deny"] or (json.loads(untried[1].replace("'", '"')) if untried else [])
-    if deny:
-        cured = runner.is_cured_by(policy_of(case, deny))
-    else:
-        cured = bool(case.edit) and bool(diagnosis["advice"])
+    edited = bool(case.edit) and bool(diagnosis["advice"])
+    cured = runner.is_cured_by(policy_of(case, deny)) if deny else edited
     if case.no_cure and case.no_cure in diagnosis["advice"]:
         cured = False
     return ("right and curing" if cured else "right without cure"), said
