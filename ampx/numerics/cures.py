@@ -200,9 +200,9 @@ class Search:
     def _attempt(self, kept: tuple[str, ...]) -> Seen | None:
         """Run the batch with modules in float32; where the loss is right and gradients overflow, at a scale of 1."""
         seen = self._run(Change(kept, scale=self._scale))
-        if seen is None or self._scale in (None, 1.0) or not seen.overflows:
+        if seen is None or self._scale in (None, 1.0) or not seen.only_gradients_overflow:
             return seen
-        if math.isfinite(seen.replayed.loss) and loss_error(seen, self._reference()) <= WRONG:
+        if loss_error(seen, self._reference()) <= WRONG:
             self._scale = 1.0
             self.experiments.pop()
             seen = self._run(Change(kept, scale=self._scale))

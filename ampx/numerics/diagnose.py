@@ -174,7 +174,7 @@ def _of_cure(cure: Change, dtype: str) -> str:
         return _WIDE
     if cure.operations:
         return f"amp = ampx.init(dtype={dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
-    return _denied(cure.float32, dtype, True)
+    return _denied(cure.float32, dtype, True) or _REGION
 
 
 def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool) -> str:
@@ -217,15 +217,17 @@ def examined(
     """
     compared = functools.cache(compared or (lambda: reference))
     trial = None if again is None or not reference.finite else _Trials(again, compared)
-    if isinstance(low, Refusal):
-        return _concluded(refusal_fault(low, reference, dtype), None, reference, dtype, scale, trial)
-    fault = find_fault(low, reference, dtype, scale, None, growth)
+    fault = (
+        refusal_fault(low, reference, dtype)
+        if isinstance(low, Refusal)
+        else find_fault(low, reference, dtype, scale, None, growth)
+    )
     if trial is not None and fault is not None and fault.kind in PRECISION and scale != 1:
         trial = replace(trial, scale=min(scale, fitting_scale(dtype, compared())))
-        if low.overflows and math.isfinite(low.replayed.loss) and not fault.stays_finite:
+        if isinstance(low, Seen) and low.only_gradients_overflow and not fault.stays_finite:
             trial = trial.settled()
             fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
-    return _concluded(fault, low, reference, dtype, scale, trial)
+    return _concluded(fault, low if isinstance(low, Seen) else None, reference, dtype, scale, trial)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:
