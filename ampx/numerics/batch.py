@@ -72,6 +72,11 @@ class Seen:
 
         return self.skipped or not all(np.isfinite(gradient).all() for gradient in self.replayed.gradients.values())
 
+    @property
+    def only_gradients_overflow(self) -> bool:
+        """Whether the loss is finite, and the gradients are not."""
+        return math.isfinite(self.replayed.loss) and self.overflows
+
 
 @dataclass(frozen=True)
 class Refusal:

@@ -318,16 +318,30 @@ def find_fault(
     """
     exact = {key_of(entry): entry for entry in reference.readings}
     forward = None if dtype == "float32" else _of_finite(low, reference, exact, dtype)
-    only_scaled = not low.finite and settled is not None and settled.finite
-    if not low.finite and not only_scaled and not reference.finite:
-        return _of_float32(reference, growth)
-    position = first_failing(low.readings, exact)
-    if growth is not None and not low.finite:
-        return Fault("learning rate", f"{growth}; {dtype} only fails first", low.readings, position)
-    if low.finite or forward is not None:
+    if low.finite:
         return forward or _of_hand(reference)
-    if settled is not None and only_scaled:
-        return _of_flush(settled, reference, exact, dtype) or _of_scale(low, exact, scale)
+    if not reference.finite and settled is None:
+        return _of_float32(reference, growth)
+    if growth is not None:
+        why = f"{growth}; {dtype} only fails first"
+        return Fault("learning rate", why, low.readings, first_failing(low.readings, exact))
+    # The forward pass is asked about before the scale, and the scale before a place in the backward pass.
+    of_scale = None if settled is None else _of_settled(low, settled, reference, exact, dtype, scale)
+    return forward or of_scale or _of_place(low, exact, dtype, scale)
+
+
+def _of_settled(
+    low: Seen, settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float
+) -> Fault | None:
+    """Say what a smaller loss scale has shown; None where the gradients overflow there as well."""
+    if not settled.finite:
+        return None
+    return _of_flush(settled, reference, exact, dtype) or _of_scale(low, exact, scale)
+
+
+def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Fault:
+    """Say why the first value that is not finite is not."""
+    position = first_failing(low.readings, exact)
     if position is None:
         return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
     case = _case(low, position, exact, dtype, scale)
@@ -489,27 +503,32 @@ def _received(reference: Seen, position: int | None, growth: Growth | None) -> F
     place = None if position is None else reference.readings[position]
     if place is None or place.direction == "backward":
         return None
-    reads = normalised(place.operation) == _READ
-    if not place.inputs.nonfinite and not reads:
-        return None
-    where = Place.of(place)
+    if normalised(place.operation) == _READ:
+        return _broken_parameter(reference, position, place)
     model = outermost(reference.readings, place.module) if place.kind else None
-    came_with_it = model is not None and bool(model.inputs.nonfinite)
-    if not reads and not came_with_it and any(map(_makes_nonfinite, reference.readings[:position])):
+    came_with_it = model is not None and model.inputs.nonfinite > 0
+    if not place.inputs.nonfinite or not (came_with_it or _nothing_computed(reference.readings[:position])):
         return None
-    if reads or (model is not None and not came_with_it):
-        why = f"what the {where} reads is not finite, and neither its inputs nor those of the model are to blame"
-        return Fault("weights", f"{why}: a former step wrote inf or NaN to the weights", reference.readings, position)
+    if model is not None and not came_with_it:
+        return _broken_parameter(reference, position, place)
     why = (
-        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {where} are not finite, and nothing before "
-        f"it computed them: they came with the batch"
+        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {Place.of(place)} are not finite, and "
+        f"nothing before it computed them: they came with the batch"
     )
     return Fault("data", why, reference.readings, position)
 
 
-def _makes_nonfinite(entry: Reading) -> bool:
-    """Return whether a value is not finite of inputs that are: something computed it."""
-    return bool(entry.value.nonfinite and not entry.inputs.nonfinite and entry.operation)
+def _broken_parameter(reference: Seen, position: int | None, place: Reading) -> Fault:
+    why = (
+        f"what the {Place.of(place)} reads is not finite, and neither its inputs nor those of the model are to blame: "
+        f"a former step wrote inf or NaN to the weights"
+    )
+    return Fault("weights", why, reference.readings, position)
+
+
+def _nothing_computed(readings: Sequence[Reading]) -> bool:
+    """Return whether no operation makes what is not finite of what is."""
+    return not any(entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite for entry in readings)
 
 
 def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:

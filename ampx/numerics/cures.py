@@ -200,9 +200,9 @@ class Search:
     def _attempt(self, kept: tuple[str, ...]) -> Seen | None:
         """Run the batch with modules in float32; where the loss is right and gradients overflow, at a scale of 1."""
         seen = self._run(Change(kept, scale=self._scale))
-        if seen is None or self._scale in (None, 1.0) or not seen.overflows:
+        if seen is None or self._scale in (None, 1.0) or not seen.only_gradients_overflow:
             return seen
-        if math.isfinite(seen.replayed.loss) and loss_error(seen, self._reference()) <= WRONG:
+        if loss_error(seen, self._reference()) <= WRONG:
             self._scale = 1.0
             self.experiments.pop()
             seen = self._run(Change(kept, scale=self._scale))
@@ -259,11 +259,10 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
 def _low_operation(readings: Sequence[Reading], position: int) -> str | None:
     """Return the operation at a place, or else before it in the same module, that computes in low precision."""
     module = readings[position].module
-    for entry in reversed(readings[: position + 1]):
-        computes = entry.operation and family(entry.operation) != "cast" and entry.direction == "forward"
-        if computes and entry.module == module and is_low(entry):
-            return entry.operation
-    return None
+    own = (entry for entry in reversed(readings[: position + 1]) if entry.module == module)
+    return next(
+        (entry.operation for entry in own if _computes(entry) and entry.direction == "forward" and is_low(entry)), None
+    )
 
 
 def _before(readings: Sequence[Reading], taken: Sequence[str]) -> str | None:
@@ -273,9 +272,13 @@ def _before(readings: Sequence[Reading], taken: Sequence[str]) -> str | None:
     """
     forward = [entry for entry in readings if entry.direction == "forward" and entry.module]
     names = [entry.module for entry in forward]
-    computes = [entry.module for entry in forward if entry.operation and family(entry.operation) != "cast"]
-    leaves = computes or [name for name in names if not any(inside(other, name) for other in names)]
+    computing = [entry.module for entry in forward if _computes(entry)]
+    leaves = computing or [name for name in names if not any(inside(other, name) for other in names)]
     return next((name for name in reversed(leaves) if not _is_part(name, taken)), None)
+
+
+def _computes(entry: Reading) -> bool:
+    return bool(entry.operation) and family(entry.operation) != "cast"
 
 
 def _is_part(name: str, modules: Sequence[str]) -> bool:

@@ -130,14 +130,13 @@ def _denied(modules: Iterable[str], dtype: str, tried: bool) -> str:
 
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
     """
-    modules = list(modules)
-    parts = [name.rpartition(":") for name in modules]
-    entries = [f"{MODULE}{name}" for _, _, name in parts if name]
+    parts = {name: name.rpartition(":") for name in modules}
+    entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     if not entries:
         return ""
-    models = list(dict.fromkeys(kind for kind, _, _ in parts if kind))
+    models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
     which = f"the {' and the '.join(models)}" if models else "which has that module"
-    policy = f"; in a policy file: {[f'{MODULE}{name}' for name in modules]!r}" if models else ""
+    policy = f"; in a policy file: {[f'{MODULE}{name}' for name in parts]!r}" if models else ""
     it = "it" if len(entries) == 1 else "them"
     keeps = f"keep {it} in float32" if tried else f"may cure it: keep {it} in float32"
     return (
@@ -167,18 +166,30 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
 
 def _advice(fault: Fault, dtype: str, float32_fails: bool, cure: Change | None, tried: bool) -> str:
     """Return what to do, as code: what was seen to cure it, or else what may, which was not tried."""
-    if cure is not None and cure.operations:
+    return _untried(fault, dtype, float32_fails, tried) if cure is None else _of_cure(cure, dtype)
+
+
+def _of_cure(cure: Change, dtype: str) -> str:
+    if cure.dtype is not None:
+        return _WIDE
+    if cure.operations:
         return f"amp = ampx.init(dtype={dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
-    if cure is not None:
-        return _WIDE if cure.dtype else _denied(cure.float32, dtype, True)
-    own = _BY_HAND if fault.by_hand else _in_the_script(fault.kind, fault.place, dtype)
-    if float32_fails or fault.by_hand or fault.kind not in PRECISION:
+    return _denied(cure.float32, dtype, True) or _REGION
+
+
+def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool) -> str:
+    if fault.by_hand:
+        return _BY_HAND
+    own = _in_the_script(fault.kind, fault.place, dtype)
+    if float32_fails or fault.kind not in PRECISION:
         return own
+    fits = not tried and dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
+    more = [text for text in (own, _WIDE if fits else "") if text]
     module = "" if fault.place is None else fault.place.module
-    first = "" if tried and module else _denied((module,), dtype, False) or _REGION
-    wide = _WIDE if dtype == "float16" and fault.kind in ("overflow", "sum", "flush") and not tried else ""
-    heading = "# or, which was not tried:" if first else "# may cure it, and was not tried:"
-    return "\n".join(filter(None, (first, *(f"{heading}\n{text}" for text in (own, wide) if text))))
+    if tried and module:
+        return "\n".join(f"# may cure it, and was not tried:\n{text}" for text in more)
+    first = _denied((module,), dtype, False) or _REGION
+    return "\n".join([first, *(f"# or, which was not tried:\n{text}" for text in more)])
 
 
 # -- diagnosis ---------------------------------------------------------------------------------------------------------
@@ -206,15 +217,17 @@ def examined(
     """
     compared = functools.cache(compared or (lambda: reference))
     trial = None if again is None or not reference.finite else _Trials(again, compared)
-    if isinstance(low, Refusal):
-        return _concluded(refusal_fault(low, reference, dtype), None, reference, dtype, scale, trial)
-    fault = find_fault(low, reference, dtype, scale, None, growth)
+    fault = (
+        refusal_fault(low, reference, dtype)
+        if isinstance(low, Refusal)
+        else find_fault(low, reference, dtype, scale, None, growth)
+    )
     if trial is not None and fault is not None and fault.kind in PRECISION and scale != 1:
         trial = replace(trial, scale=min(scale, fitting_scale(dtype, compared())))
-        if low.overflows and math.isfinite(low.replayed.loss) and not fault.stays_finite:
+        if isinstance(low, Seen) and low.only_gradients_overflow and not fault.stays_finite:
             trial = trial.settled()
             fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
-    return _concluded(fault, low, reference, dtype, scale, trial)
+    return _concluded(fault, low if isinstance(low, Seen) else None, reference, dtype, scale, trial)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:
@@ -271,19 +284,18 @@ def _concluded(
         None if place is None else Place.of(place),
         f"{fault.why}.",
         _advice(fault, dtype, fails, cure, bool(experiments)),
-        ()
-        if low is None
-        else _bearing(fault, risks(low, reference, dtype, scale if fault.kind == "healthy" else None)),
+        () if low is None else _bearing(fault, low, reference, dtype, scale),
         tuple(experiments),
         () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
     )
 
 
-def _bearing(fault: Fault, dangers: tuple[Risk, ...]) -> tuple[Risk, ...]:
-    """Leave out the risks that have nothing to do with a fault: those of other modules."""
+def _bearing(fault: Fault, low: Seen, reference: Seen, dtype: str, scale: float) -> tuple[Risk, ...]:
+    """Return the risks without those that have nothing to do with a fault: those of other modules."""
     if fault.kind == "healthy":
-        return dangers
-    return tuple(risk for risk in dangers if fault.place is not None and fault.place.module in risk.where)
+        return risks(low, reference, dtype, scale)
+    place = fault.place
+    return tuple(risk for risk in risks(low, reference, dtype) if place is not None and place.module in risk.where)
 
 
 def _of_producer(fault: Fault, producer: str, dtype: str) -> Fault:

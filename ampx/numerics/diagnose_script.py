@@ -25,6 +25,7 @@ from .trial import DIFFERS, Outcome, Trial, run_trial
 from .tune import kept_in_float32
 
 SCHEMA: Final = "ampx.diagnose/1"
+_LOW: Final = ("float16", "bfloat16")  # in which weights may be stored
 _BEFORE: Final = (1, 2, 4, 8)  # steps before the one that fails, for the map
 # A training diverges whose loss, and what a module makes of a batch of the same size, is so many times larger than
 # before.
@@ -217,11 +218,16 @@ def _in_every_model(names: Sequence[str], modules: Sequence[str]) -> dict[str, s
     """Return what `Probe.force` takes to compute modules in float32, of every model that has one of that name.
 
     So does what is advised. Which model has plain names depends on what is called first, which in a step need not be
-    what is called first in the run.
+    what is called first in the run. A model as a whole is named by its class.
     """
+    models = [name for name in names if name.endswith(":")]
     own, known = ([name.rpartition(":")[2] for name in several] for several in (names, modules))
-    forced = kept_in_float32(own, known)
-    return {**forced, **{f"*:{pattern}": dtype for pattern, dtype in forced.items()}}
+    forced = kept_in_float32(filter(None, own), known)
+    return {
+        **kept_in_float32(models, modules),
+        **forced,
+        **{f"*:{pattern}": dtype for pattern, dtype in forced.items()},
+    }
 
 
 def _growth(outcome: Outcome, step: int) -> Growth | None:
@@ -367,7 +373,7 @@ def _lost_updates(outcome: Outcome, step: int) -> list[str]:
     """Return a sentence for each optimizer whose updates of weights in low precision are rounded away."""
     sentences = []
     for meter in outcome.run["meters"]:
-        low = [entry for entry in meter["last"]["parameters"] if entry["dtype"] != "float32" and entry["moved"]]
+        low = [entry for entry in meter["last"]["parameters"] if entry["dtype"] in _LOW and entry["moved"]]
         moved, unchanged = (sum(entry[name] for entry in low) for name in ("moved", "unchanged"))
         if low and unchanged > LOST * moved:
             share, dtype = percent(unchanged / moved), low[0]["dtype"]

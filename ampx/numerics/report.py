@@ -304,19 +304,15 @@ def _range_map(largest: Mapping[str, Any]) -> str:
 
 def _draw_ranges(report: Mapping[str, Any]) -> Any:
     """Draw the magnitudes of every module's output in float32, between the limits of the dtype."""
-    form, failing = FORMATS[report["dtype"]], (report["diagnosis"] or {}).get("first_nonfinite") or {}
-    ranges: dict[str, list[float]] = {}
-    for entry in report["modules"]:
-        stats = entry["float32"] or entry["value"]
-        if entry["direction"] == "forward" and stats["largest"]:
-            ranges.setdefault(entry["module"], []).extend((stats["smallest"], stats["largest"]))
-    shown = sorted(ranges, key=lambda name: -max(ranges[name]))[: page.MOST_ROWS]
-    names = [name for name in ranges if name in shown or name == failing.get("module")]
+    form, diagnosis = FORMATS[report["dtype"]], report["diagnosis"] or {}
+    failing = (diagnosis.get("first_nonfinite") or {}).get("module")
+    ranges = _magnitudes(report["modules"])
+    shown = sorted(ranges, key=lambda name: (name != failing, -ranges[name][1]))[: page.MOST_ROWS]
+    names = [name for name in ranges if name in shown]
     figure, axes = page.new_figure(1.2 + 0.17 * max(5, len(names)))
     for row, name in enumerate(names):
-        colour = page.ALARM if name == failing.get("module") else page.style_of("float32")[0]
-        ends = min(ranges[name]), max(ranges[name])
-        axes.plot(ends, (row, row), color=colour, linewidth=5, solid_capstyle="projecting")
+        colour = page.ALARM if name == failing else page.style_of("float32")[0]
+        axes.plot(ranges[name], (row, row), color=colour, linewidth=5, solid_capstyle="projecting")
     for limit in (form.smallest, form.largest):
         axes.axvline(limit, color="#222", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
@@ -328,6 +324,17 @@ def _draw_ranges(report: Mapping[str, Any]) -> Any:
         fontsize=9,
     )
     return figure
+
+
+def _magnitudes(modules: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Return by module the smallest and the largest magnitude of its outputs, in float32 where that is known."""
+    ranges: dict[str, tuple[float, float]] = {}
+    for entry in modules:
+        stats, name = entry["float32"] or entry["value"], entry["module"]
+        if entry["direction"] == "forward" and stats["largest"]:
+            least, most = ranges.get(name, (math.inf, 0.0))
+            ranges[name] = min(least, stats["smallest"]), max(most, stats["largest"])
+    return ranges
 
 
 _PLACE = ("pass", "module", "operation", "dtype", "value", "inputs", "line")
