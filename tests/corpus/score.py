@@ -137,7 +137,8 @@ def _cures(runner, case, diagnosis):
         return False
     untried = re.search(r"deny=(\[.*?\])", advice)
     deny = diagnosis["deny"] or (json.loads(untried[1].replace("'", '"')) if untried else [])
-    dtype = re.search(r"init\(dtype=.(\w+).\)", advice)
+    first = next((line for line in advice.splitlines() if not line.startswith("#")), "")
+    dtype = re.search(r"init\(dtype=.(\w+).\)", first)
     if deny or dtype:
         return runner.is_cured_by(policy_of(case, deny, None if deny else dtype[1]))
     return bool(case.edit) and bool(advice)
