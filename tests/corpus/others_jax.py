@@ -18,7 +18,8 @@ def main():
     jax.config.update("jax_debug_nans", True)
     jax.config.update("jax_debug_infs", tool == "jax_debug_infs")
     text = said_by(script, options)
-    lines = lines_in(script, text)
+    # Of a backward pass the error has as its cause the lines that were differentiated.
+    lines = lines_in(script, text.partition("JaxStackTraceBeforeTransformation")[0])
     answer(script, text, blamed="FloatingPointError" in text, line=lines[-1] if lines else None)
 
 
