@@ -42,7 +42,8 @@ def main():
         text = said_by(script, options)
     modules = re.findall(r"^\s+([\w.]+) \w+$", text, re.M) if "Detected inf/nan" in text else []
     lines = lines_in(script, text)
-    blamed = bool(modules) or "returned nan values" in text or "Traceback" in text
+    raises = "Traceback" in text and "debug_utils.py" not in text  # not the tool itself, which knows no masks of bool
+    blamed = bool(modules) or "returned nan values" in text or raises
     line = lines[0 if "Error detected in" in text else -1] if lines else None
     answer(script, text, blamed=blamed, module=modules[-1] if modules else None, line=line)
 

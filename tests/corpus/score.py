@@ -187,8 +187,10 @@ def told_by(tool):
             return ("accused" if answer["blamed"] else "right"), said
         if not answer["blamed"]:
             return "silent", said
-        # A line is judged by the one that the truth quotes, where it quotes one.
-        named = answer["module"] in case.modules if answer["module"] else is_true_line(case, answer["line"])
+        if answer["module"]:
+            named = is_true_place(case, answer["module"], None)
+        else:  # a line is judged by the one that the truth quotes, where it quotes one
+            named = is_true_line(case, answer["line"])
         return ("right without cure" if named else "wrong"), said
 
     return judge
