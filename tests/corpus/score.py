@@ -187,10 +187,8 @@ def told_by(tool):
             return ("accused" if answer["blamed"] else "right"), said
         if not answer["blamed"]:
             return "silent", said
-        if answer["module"]:
-            named = is_true_place(case, answer["module"], None)
-        else:  # a line is judged by the one that the truth quotes, where it quotes one
-            named = is_true_line(case, answer["line"])
+        module, line = answer["module"], answer["line"]
+        named = is_true_place(case, module, line) if module else is_true_line(case, line)
         return ("right without cure" if named else "wrong"), said
 
     return judge
