@@ -158,7 +158,8 @@ def tuned(runner, case, twin):
     facts = json.loads(report.read_text())
     policy, said = facts["policy"], facts["verdict"]
     deny = [choice["entry"] for choice in policy["deny"]]
-    said += f" deny: {deny} runs: {facts['runs']}"
+    reasons = [f"{choice['entry']}: {choice['reason']}" for choice in policy["deny"]]
+    said += f" deny: {reasons} runs: {facts['runs']}"
     if twin:
         return ("accused" if deny or policy["dtype"] != case.dtype else "right"), said
     if policy["dtype"] != case.dtype:
