@@ -255,7 +255,7 @@ def write_page():
         table_of_cases = table(
             ["script", "what fails in it", *(f"`{tool}`" for tool in tools)],
             [
-                [f"`{case.name}`", _told(case), *(_cell(verdicts, case, tool) for tool in tools)]
+                [f"`{case.name}`", _what_fails(case), *(_cell(verdicts, case, tool) for tool in tools)]
                 for case in cases(framework)
             ],
         )
@@ -264,7 +264,7 @@ def write_page():
     PAGE.write_text("\n".join([INTRODUCTION, table(head, sums), "", *parts]))
 
 
-def _told(case):
+def _what_fails(case):
     """Return the first line of a script's docstring, without what would end the cell of a table."""
     return ast.get_docstring(ast.parse(case.script.read_text())).splitlines()[0].replace("|", "\\|")
 
