@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import islice
 from typing import Any, Final, TypeGuard
 
@@ -105,7 +105,17 @@ def _parse_group(group: object, where: str) -> GroupState:
         raise InvalidStateError(f"the state cannot be loaded: {where}.config: {error}") from error
     if not isinstance(losses, Sequence) or isinstance(losses, str) or not losses:
         raise _invalid(f"{where}.losses", losses, "a list with one entry a loss id")
-    return config, _parse_losses(losses, f"{where}.losses")
+    states = _parse_losses(losses, f"{where}.losses")
+    return config if config.dynamic else _static_config(config, states, where), states
+
+
+def _static_config(config: LossScale, states: Mapping[int, LossScaleState], where: str) -> LossScale:
+    """Return the configuration of a static loss scale, which says what it is: others look there whether it is 1."""
+    scales = sorted({state.scale for state in states.values()})
+    if len(scales) > 1:
+        raise _invalid(f"{where}.losses", scales, "one scale for all losses, where it is static")
+    same = round_to_float32(config.init_scale) == scales[0]
+    return config if same else replace(config, init_scale=scales[0])
 
 
 def _parse_losses(losses: Sequence[object], where: str) -> dict[int, LossScaleState]:

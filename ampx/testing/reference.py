@@ -105,6 +105,8 @@ class ReferenceScale:
     def load(self, config: Mapping[str, Any], rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Take over a saved state; pending gradients keep the scale that they carry."""
         self.config = dict(config)
+        if not config["dynamic"]:  # it is what the state says, for each loss
+            (self.config["init_scale"],) = {row["scale"] for row in rows.values()}
         self._oracles = {loss_id: Oracle(self.config, row) for loss_id, row in rows.items()}
         self.oracle(0)
 

@@ -26,6 +26,8 @@ class _Body(threading.local):
 
 _body = _Body()
 _originals: dict[Any, Callable[..., Any]] = {}
+# Parameters that accumulate here, whichever trainer was wrapped first; MXNet thinks that it overwrites them.
+_adopted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Accumulation:
@@ -39,14 +41,16 @@ class Accumulation:
     def adopt(self, parameters: Iterable[Any]) -> None:
         """Take over the parameters that add."""
         for parameter in parameters:
-            if parameter.grad_req == "add":
+            if parameter.grad_req == "add" or parameter in _adopted:
                 parameter.grad_req = "write"
+                _adopted.add(parameter)
                 self.parameters.append(parameter)
 
     def give_back(self) -> None:
         """Let MXNet add again."""
         for parameter in self.parameters:
             parameter.grad_req = "add"
+            _adopted.discard(parameter)
         self.parameters = []
 
     def begin(self) -> None:

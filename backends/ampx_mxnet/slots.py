@@ -13,7 +13,7 @@ from .gradients import any_nonzero, rescale
 class ParameterSlots(Slots):
     """Parameters, each with its gradients on all contexts; MXNet does not count how often these are written."""
 
-    also_unknown: ClassVar[str] = ", or another backward where grad_req='add'"
+    also_unknown: ClassVar[str] = ", or another backward or trainer's step where grad_req='add'"
 
     def snapshot(self, slots: Iterable[Any]) -> list[GradientSnapshot]:
         """Return each parameter twice: MXNet's arrays cannot be referred to weakly."""

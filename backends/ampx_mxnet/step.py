@@ -19,7 +19,7 @@ from ampx.protocol import Member, NotCopied
 from ampx.provenance import UNKNOWN, Provenance
 from ampx.rooms import make_meter
 from ampx.saved_state import dump_session, load_session
-from ampx.scale_state import FLOAT32_MAX
+from ampx.scale_state import FLOAT32_MAX, is_one
 
 from . import casting, gradients
 from .accumulation import Accumulation, check_adds
@@ -220,12 +220,22 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Note the outcome and move the loss scale."""
         member, norm = self.ampx_member, self._pending.norm
         self._pending.left = 1.0 if divisor is None else divisor
+        if len(_living) > 1:
+            self._note_left()
         # Workers of a distributed store know of their own losses only, and must move their scales alike.
         by_loss = dict.fromkeys(member.factors, finite)
         if member.mixes and not self.trainer._distributed:
             by_loss = self._mixer.finite_by_loss(finite)
         self._forget_pending()
         member.finish(by_loss, norm)
+
+    def _note_left(self) -> None:
+        """Have other trainers refuse to add to gradients that this step has used, unless no scale is involved."""
+        used = {id(parameter) for parameter in self._adding()}
+        for other in _living if used else ():
+            scaled = not (is_one(self.ampx_member.group.config) and is_one(other.ampx_member.group.config))
+            if other is not self and scaled:
+                other._provenance.note([entry for entry in other._adding() if id(entry) in used], UNKNOWN)
 
     def _close_empty(self) -> None:
         """End a step that found no gradients: it counts for nothing."""

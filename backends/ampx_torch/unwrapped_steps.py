@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from ampx import callers
@@ -56,7 +56,9 @@ def watch(user: object) -> None:
     """Look at steps until `end` was called for every user."""
     _watch.users.add(id(user))
     if _watch.handle is None:
-        _watch.handle = register_optimizer_step_pre_hook(_check)
+        # As `register_optimizer_step_pre_hook` does it, which may be interrupted as it returns.
+        _watch.handle = RemovableHandle(_global_optimizer_pre_hooks)
+        _global_optimizer_pre_hooks[_watch.handle.id] = _check
 
 
 def end(user: object) -> None:

@@ -1,8 +1,11 @@
 """A warning or refusal names the user's own line, wherever the libraries between it and ampx are installed."""
 
+import functools
 import importlib.util
 import inspect
+import json
 import sys
+import types
 
 import pytest
 
@@ -61,3 +64,63 @@ def test_a_warning_names_the_line_too(imported):
     with pytest.warns(ampx.PrecisionWarning, match="why") as caught:
         module.call(lambda: callers.warn("why", ampx.PrecisionWarning))
     assert (caught[0].filename, "lib" in str(file)) == (__file__, True)
+
+
+def test_the_innermost_line_of_the_script_is_found_in_a_traceback(imported):
+    module, _ = imported("lib", "site-packages")
+
+    def fails():
+        raise LookupError
+
+    with pytest.raises(LookupError) as caught:
+        module.call(lambda: module.call(fails))
+    assert callers.script_line_of(caught.value.__traceback__) == f"{__file__}:{fails.__code__.co_firstlineno + 1}"
+    assert callers.script_line_of(None) == ""
+
+
+class Callable:
+    def __call__(self):
+        pass
+
+    def method(self):
+        pass
+
+
+def test_functions_of_the_script_are_told_from_those_of_libraries_however_they_are_wrapped(imported):
+    module, _ = imported("lib", "site-packages")
+    own, theirs = Callable().method, module.call
+    rewritten = types.FunctionType(own.__code__.replace(co_filename="/tmp/__autograph_generated_file1.py"), globals())
+    traced = types.SimpleNamespace(python_function=own)
+    decorated = functools.wraps(own)(types.FunctionType(theirs.__code__, theirs.__globals__))
+    decorating = functools.wraps(theirs)(lambda: None)
+    assert all(
+        callers.is_script_function(function)
+        for function in (own, functools.partial(own), decorated, Callable(), rewritten, traced)
+    )
+    assert not any(
+        callers.is_script_function(function)
+        for function in (theirs, functools.partial(theirs), decorating, len, ampx.init, object())
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "module", "is_own"),
+    [
+        ("<stdin>", "__main__", True),
+        ("<string>", "__main__", False),
+        ("/any/train.py", "__main__", True),
+        ("/any/ampx_alpha.py", "ampx_alpha.step", False),
+        (json.__file__, "json", False),
+    ],
+)
+def test_code_is_the_script_s_by_its_file_and_module(file, module, is_own):
+    assert callers.is_script_code(file, module) is is_own
+
+
+def test_an_import_is_the_script_s_unless_a_library_is_between(imported):
+    module, _ = imported("lib", "site-packages")
+    assert callers.imported_by_script()
+    assert not module.call(callers.imported_by_script)
+    assert module.call(lambda: callers.imported_by_script())  # the script's own line is nearer
+    importer, _ = imported("importer", "site-packages")
+    assert importer.call(functools.partial(callers.imported_by_script, ("importer",)))

@@ -131,6 +131,22 @@ def test_a_malformed_state_is_refused(path, value):
         parse_state(changed(path, value))
 
 
+@pytest.mark.parametrize("scale", [128.0, 2.0**-40])
+def test_a_static_loss_scale_is_what_the_state_says(scale):
+    losses = [{**SAVED["groups"][0]["losses"][0], "loss_id": loss_id, "scale": scale} for loss_id in (0, 1)]
+    config = {**SAVED["groups"][0]["config"], "init_scale": 1.0, "dynamic": False}
+    ((read, states),) = parse_state({**SAVED, "groups": [{"config": config, "losses": losses}]})
+    assert read == ampx.LossScale(**{**config, "init_scale": scale})
+    assert {state.scale for state in states.values()} == {scale}
+
+
+def test_static_loss_scales_that_differ_by_loss_are_refused():
+    losses = [{**SAVED["groups"][0]["losses"][0], "loss_id": loss_id, "scale": 2.0**loss_id} for loss_id in (0, 1)]
+    config = {**SAVED["groups"][0]["config"], "dynamic": False}
+    with pytest.raises(ampx.InvalidStateError, match=r"losses is \[1\.0, 2\.0\]; accepted: one scale for all losses"):
+        parse_state({**SAVED, "groups": [{"config": config, "losses": losses}]})
+
+
 def test_a_scale_between_two_float32_values_becomes_one():
     ((_, states),) = parse_state(changed((*LOSS_PATH, "scale"), 16777217.0))
     assert states[0].scale == 16777216.0

@@ -423,12 +423,33 @@ def test_adding_to_gradients_of_another_loss_is_refused(amp, dense, backward):
     opt = amp.wrap_optimizer(_trainer(net))
     foreign = amp.wrap_optimizer(_trainer(dense()), loss_scale=4.0)
     backward(lambda: net(mx.nd.ones((1, 2))).sum(), foreign)
-    with pytest.raises(ampx.ProtocolError, match=r"another backward where grad_req='add'.*scale_loss with all"):
+    with pytest.raises(ampx.ProtocolError, match=r"another backward or trainer's step where.*scale_loss with all"):
         _backward(net, opt)
     opt.zero_grad()
     _backward(net, opt)
     opt.step(1)
     assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adding_to_gradients_of_another_trainer_of_the_same_parameter_is_refused(weights, backward, dtype, steps):
+    """They carry its scale, also where a step has used them; in bfloat16 on the CPU it is ampx that adds."""
+    level = {"level": "O0"} if dtype == "float32" else {"dtype": dtype}
+    amp, weight = ampx.init("mxnet", **level), weights(1.0, grad_req="add")
+    raws = [gluon.Trainer([weight], "sgd", {"learning_rate": 0.5}) for _ in range(2)]
+    first, second = (amp.wrap_optimizer(raw, loss_scale=scale) for raw, scale in zip(raws, (1024.0, 8.0), strict=True))
+    backward(lambda: weight.data().sum(), first)
+    if steps:
+        first.step(1)
+    before = weight.grad().asnumpy().tolist()
+    with pytest.raises(ampx.ProtocolError, match=r"another backward or trainer's step where grad_req='add'"):
+        backward(lambda: weight.data().sum(), second)
+    assert weight.grad().asnumpy().tolist() == before
+    second.zero_grad()
+    backward(lambda: 2 * weight.data().sum(), second)
+    second.step(1)
+    assert weight.data().asnumpy().tolist() == [-0.5 * steps]
 
 
 def test_a_refused_loss_forgets_nothing_of_true_gradients_that_the_next_backward_overwrites(amp, weights, backward):

@@ -12,9 +12,10 @@ import pytest
 
 import ampx
 from ampx.testing.base import KitTests, requires
-from ampx.testing.bench import Bench, chosen
+from ampx.testing.bench import FINITE, Bench, chosen
 from ampx.testing.checks import json_copy, refused
 from ampx.testing.foreign import FOREIGN
+from ampx.testing.kit.orders import moved
 from ampx.testing.oracle import Oracle
 
 # Every field differs from its default.
@@ -133,6 +134,17 @@ class StateTests(KitTests):
             with pytest.warns(ampx.AmpxWarning, match="the current loss scale 7 stays"):
                 bench.load(state)
             assert bench.scale == 7.0
+
+    def test_a_static_scale_is_what_the_state_says(self) -> None:
+        """Also where its configuration begins with 1, at which nothing is multiplied or divided."""
+        state = json_copy(self.bench(self.start(loss_scale=8.0)).state_dict())
+        state["groups"][0]["config"]["init_scale"] = 1.0
+        bench = self.bench(self.start(loss_scale=1.0))
+        bench.load(state)
+        result = bench.train(FINITE)
+        assert (result.applied, result.scale, bench.scale) == (True, 8.0, 8.0)
+        assert bench.values() == moved(FINITE)
+        assert not bench.train([[2.0**126] * len(slopes) for slopes in FINITE]).finite  # beyond float32 times 8
 
     def test_a_disabled_session_saves_and_loads_nothing(self) -> None:
         """Its state holds no scale; loading it elsewhere says so and changes nothing."""

@@ -182,6 +182,25 @@ class PerLossTests(KitTests):
         assert column(bench, "consecutive_skips") == {0: 1, 1: 0}
 
     @requires("per_loss_scales")
+    def test_a_sum_of_losses_that_overflows_is_skipped(self) -> None:
+        """Each is finite, and their sum beyond float32. Nobody can tell which scale is to blame: one backs off."""
+        huge = [[3e38 for _ in slopes] for slopes in FINITE]
+        bounds: list[dict[str, Any]] = [{}, {"max_grad_norm": 100.0}]
+        for options in bounds if self.declares("clipping") else bounds[:1]:
+            bench = self.bench(self.start(ampx.LossScale(init_scale=1.0, min_scale=0.25)), **options)
+            before = bench.snapshot()
+            for loss_id in (0, 1):
+                bench.accumulate(huge, loss_id)
+            result = bench.step()
+            assert (result.applied, result.finite) == (False, False)
+            assert bench.snapshot() == before
+            assert 0.5 in column(bench, "scale").values()
+            for loss_id in (0, 1):
+                bench.accumulate(FINITE, loss_id)
+            assert bench.step().applied
+            assert bench.values() == moved(FINITE, FINITE)
+
+    @requires("per_loss_scales")
     def test_a_loss_whose_body_raised_is_not_counted(self) -> None:
         """The id of a failed body takes no part in the step."""
         amp = self.start(ampx.LossScale(growth_interval=1))

@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.hooks import RemovableHandle
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
@@ -219,8 +220,10 @@ class On:
         self.__class__ = _Entered  # which undoes what follows, wherever it is interrupted
         compiled.keep_backward_uncast(self)
         _thread.level = self._level
-        # Reached by optimizers that are not wrapped, too.
-        self._handle = register_optimizer_step_post_hook(_forget_after_step)
+        # Reached by optimizers that are not wrapped, too. As `register_optimizer_step_post_hook` does it, which would
+        # leave a hook that nobody has noted where it is interrupted as it returns.
+        self._handle = RemovableHandle(_global_optimizer_post_hooks)
+        _global_optimizer_post_hooks[self._handle.id] = _forget_after_step
         self._region.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -1,0 +1,119 @@
+"""Names, patterns and interceptors of a model's modules, for modules that are plain objects."""
+
+import pytest
+
+import ampx
+from ampx.backend import CastPlan
+from ampx.modules import (
+    FORCES,
+    WATCHERS,
+    CallInterceptors,
+    Names,
+    float32_modules,
+    inherited,
+    last_match,
+    listed,
+    module_dtypes,
+    outer_name,
+    unmatched,
+)
+
+
+class Module:
+    def __init__(self, **parts):
+        self.parts = parts
+
+
+class Norm(Module):
+    pass
+
+
+def named(module):
+    yield "", module
+    for name, part in module.parts.items():
+        for inner, leaf in named(part):
+            yield f"{name}.{inner}" if inner else name, leaf
+
+
+@pytest.mark.parametrize(("values", "expected"), [(None, []), (3, [3]), ([3, 4], [3, 4]), ((3,), [3])])
+def test_one_value_or_several_or_none_are_a_list(values, expected):
+    assert listed(values, int, "model", "an integer") == expected
+
+
+@pytest.mark.parametrize("values", ["three", [3, "three"], {3}])
+def test_what_is_no_model_is_refused_with_what_is_accepted(values):
+    with pytest.raises(ampx.InvalidOptionError, match=r"prepare got (str|set) as the model; accepted: an int"):
+        listed(values, int, "model", "an integer")
+
+
+def test_models_that_are_called_get_names_of_their_own():
+    leaf = Module()
+    first, second, third, foreign = Module(fc=leaf), Module(fc=Module()), Module(fc=Module()), object()
+    names = Names(None, lambda module: named(module) if isinstance(module, Module) else [])
+    assert [names.of(leaf)] == [""]  # called before the model that it belongs to, it is a model
+    assert [names.of(model) for model in (first, second, third)] == ["Module:", "Module#2:", "Module#3:"]
+    assert [names.of(model.parts["fc"]) for model in (second, third)] == ["Module#2:fc", "Module#3:fc"]
+    assert list(names) == ["", "Module:", "Module#2:", "Module#2:fc", "Module#3:", "Module#3:fc"]
+    assert names.of(foreign) == "object:"
+
+
+def test_modules_beside_a_model_that_is_known_have_no_name():
+    model = Module(fc=Module())
+    names = Names(model, named)
+    assert (names.of(model.parts["fc"]), names.of(Module())) == ("fc", None)
+    names.check(["f*"], "prepare")
+    with pytest.raises(ampx.UnsupportedOpError, match=r"prepare got the pattern 'g\*'.* names such as '', 'fc'"):
+        names.check(["g*"], "prepare")
+
+
+def test_a_wrapper_has_the_name_of_what_it_wraps():
+    model = Module(fc=Module())
+    wrapper = Module()
+    names, added = Names(None, lambda module: named(model if module is wrapper else module)), []
+    names._added = added.extend
+    assert names.of(wrapper) == names.of(model) == ""
+    assert [name for name, _ in added] == ["", "fc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [("a.b.c", "a.b"), ("a", ""), ("Net:a.b", "Net:a"), ("Net:a", "Net:"), ("Net:", None), ("", None)],
+)
+def test_the_module_around_another(name, outer):
+    assert outer_name(name) == outer
+
+
+def test_the_last_pattern_that_matches_counts_and_is_inherited():
+    dtypes = {"block*": "float16", "*.norm": "float32"}
+    assert [last_match(name, dtypes) for name in ("block.fc", "block.norm", "head")] == ["float16", "float32", None]
+    assert inherited("block.norm.scale", {"block": "float16", "block.norm": "float32"}.get) == "float32"
+    assert inherited("head.fc", {"block": "float16"}.get) is None
+    assert unmatched(["block*", "tail"], ["block", "head"]) == ["tail"]
+
+
+def test_denied_modules_and_norms_that_nobody_allows_stay_in_float32():
+    model = Module(first=Norm(), second=Norm(), fc=Module(inner=Module()))
+    plan = CastPlan("cpu", "float16", allow=("module:second", "module:fc"), deny=("module:fc",))
+    assert module_dtypes(plan) == {"second": "float16", "fc": "float32"}
+    kept = float32_modules(named(model), plan, (Norm,))
+    assert kept == [model.parts["first"], model.parts["fc"], model.parts["fc"].parts["inner"]]
+
+
+class Interceptor:
+    def __init__(self, mark, seen):
+        self.mark, self.seen = mark, seen
+
+    def call(self, module, forward, inputs, options):
+        self.seen.append(self.mark)
+        return [self.mark, *forward(*inputs, **options)]
+
+
+def test_interceptors_stand_in_their_order_and_the_framework_is_changed_while_there_are_any():
+    changes, seen = [], []
+    calls = CallInterceptors(lambda: changes.append("install"), lambda: changes.append("uninstall"))
+    force, watch, inner = Interceptor("force", seen), Interceptor("watch", seen), Interceptor("inner", seen)
+    with calls.around((FORCES, force)), calls.around((WATCHERS, watch), (FORCES, inner)):
+        assert calls.run("module", lambda value, more: [value, more], 1, more=2) == ["watch", "force", "inner", 1, 2]
+        assert changes == ["install"]
+    assert (seen, changes) == (["watch", "force", "inner"], ["install", "uninstall"])
+    assert calls.run("module", lambda value: [value], 1) == [1]
