@@ -481,8 +481,8 @@ def test_a_module_is_tried_in_the_model_that_fails_though_the_models_were_called
 def test_updates_that_weights_in_bfloat16_lose_are_told(asked, dtype):
     diagnosis, result = asked(ROUNDED_AWAY.replace("DTYPE", dtype), dtype="bfloat16")
     assert diagnosis is None
-    told = [note for note in result["notes"] if "of the updates of weights in bfloat16 were rounded away" in note]
-    assert len(told) == (dtype == "torch.bfloat16")
+    notes = [note for note in result["notes"] if "of the updates of weights in bfloat16 were rounded away" in note]
+    assert len(notes) == (dtype == "torch.bfloat16")
     assert ("every module agrees" in result["verdict"]) == (dtype == "torch.float32")
 
 
