@@ -190,22 +190,22 @@ def unscaled(readings: Sequence[Reading], scale: float) -> list[Reading]:
     ]
 
 
-def padded(shapes: Mapping[str, Sequence[int]], dtype: str) -> str | None:
+def padded(shapes: Iterable[tuple[str, Sequence[int]]], dtype: str) -> str | None:
     """Return a sentence that names the parameters whose dimensions matrix units pad; None where they pad none.
 
     Args:
-        shapes: By name of the parameter.
+        shapes: Of each parameter its name and its shape.
         dtype: The low precision.
     """
     multiple = 16 if FORMATS[dtype].bits < 8 else 8
-    odd = {
-        name: "x".join(map(str, shape))
-        for name, shape in shapes.items()
+    odd = [
+        f"{name} ({'x'.join(map(str, shape))})"
+        for name, shape in shapes
         if len(shape) >= 2 and any(size % multiple for size in sorted(shape)[-2:])
-    }
+    ]
     if not odd:
         return None
-    named = listed_names([f"{name} ({shape})" for name, shape in odd.items()])
+    named = listed_names(odd)
     return f"Dimensions of {named} are no multiples of {multiple}: matrix units of accelerators pad them."
 
 

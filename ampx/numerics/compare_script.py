@@ -166,7 +166,7 @@ def compare_script(
     }
 
 
-def _padded(shapes: Mapping[str, Sequence[int]], dtypes: Iterable[str]) -> list[str]:
+def _padded(shapes: Sequence[tuple[str, Sequence[int]]], dtypes: Iterable[str]) -> list[str]:
     """Return what costs speed: parameters whose dimensions matrix units pad."""
     return list(dict.fromkeys(note for dtype in dtypes if (note := padded(shapes, dtype)) is not None))
 
@@ -441,7 +441,7 @@ def _watch(
     compared: Mapping[str, dict[str, Any]],
     run: Runner,
     progress: Progress,
-) -> tuple[list[Any], dict[str, tuple[int, ...]]]:
+) -> tuple[list[Any], list[tuple[str, tuple[int, ...]]]]:
     """Run again in float32 and in each dtype, with modules watched in some steps and updates metered.
 
     Args:
@@ -453,7 +453,7 @@ def _watch(
         progress: Is called with what is done now.
 
     Returns:
-        The meters of the run in float32, and the shapes of the parameters by name.
+        The meters of the run in float32, and the names and shapes of the parameters.
     """
     last = min(outcomes[0].steps for outcomes in (references, *timed.values()))
     spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
@@ -478,9 +478,10 @@ def _watch(
             facts["modules"] = _modules(watched, name, facts["parts_at"], outcomes[REFERENCE], outcomes[name], run)
         facts["verdict"] = verdict(name, facts)
     if not outcomes:
-        return [], {}
+        return [], []
     exact = outcomes[REFERENCE]
-    return list(exact.run["meters"]), {entry.name: entry.shape for own in exact.gradients.values() for entry in own}
+    shapes = dict.fromkeys((entry.name, entry.shape) for own in exact.gradients.values() for entry in own)
+    return list(exact.run["meters"]), list(shapes)
 
 
 def _differs(reference: Outcome, again: Sequence[Outcome], name: str, parts_at: int | None) -> int | None:

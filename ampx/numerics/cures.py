@@ -175,26 +175,32 @@ class Search:
     def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> str:
         """Return the module that lost what is missed at the place; "" where that is the module of the place itself.
 
-        It is another one if float32 in the place's own module was seen to mend nothing, or if what was wrong outside of
-        the modules that are kept is right now, computed in the low precision as before.
+        It is another one if float32 in the place's own module was seen to mend nothing, or, where no module of that
+        name can be tried, if what was wrong there is right now, computed in the low precision as before.
         """
         place, readings = self._place, self._fault.readings[: self._fault.position]
         if self._fault.kind not in LOSES_DIGITS or _is_part(place.module, kept):
             return ""
         ended = [entry.module for entry in readings if entry.direction == "forward" and not entry.operation]
         producer = next((name for name in reversed(ended) if name in kept), "")
-        return producer if self._fails_alone or (seen is not None and self._mends_low(kept, seen)) else ""
+        mends = not place.module and seen is not None and self._mends_low(kept, seen)
+        return producer if self._fails_alone or mends else ""
 
     def _mends_low(self, kept: tuple[str, ...], seen: Seen) -> bool:
-        """Return whether a value that was wrong is right now, though it is computed in the low precision."""
+        """Return whether the first value that was wrong is right now, though it is computed in the low precision.
+
+        What only moves numbers computes none.
+        """
         exact = {key_of(entry): entry for entry in self._reference().readings}
         now = {key_of(entry): entry for entry in seen.readings}
         for entry in self._fault.readings[self._fault.position :]:
             key = key_of(entry)
             mended = now.get(key)
             outside = entry.direction == "forward" and entry.operation and not _is_part(entry.module, kept)
-            if outside and mended is not None and is_low(mended) and error_of(entry, exact.get(key)) > WRONG:
-                return error_of(mended, exact.get(key)) <= WRONG
+            if not outside or mended is None or error_of(entry, exact.get(key)) <= WRONG:
+                continue
+            if is_low(mended) or family(entry.operation) != "mask":
+                return is_low(mended) and error_of(mended, exact.get(key)) <= WRONG
         return False
 
     def _attempt(self, kept: tuple[str, ...]) -> Seen | None:

@@ -221,8 +221,8 @@ def _in_every_model(names: Sequence[str], modules: Sequence[str]) -> dict[str, s
     what is called first in the run. A model as a whole is named by its class.
     """
     models = [name for name in names if name.endswith(":")]
-    own, known = ([name.rpartition(":")[2] for name in several] for several in (names, modules))
-    forced = kept_in_float32(filter(None, own), known)
+    own, everywhere = ([name.rpartition(":")[2] for name in several] for several in (names, modules))
+    forced = kept_in_float32(filter(None, own), everywhere)
     return {
         **kept_in_float32(models, modules),
         **forced,

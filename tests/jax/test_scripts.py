@@ -200,7 +200,7 @@ def test_diagnose_names_risks_by_what_a_compiled_step_trains(here, script, width
 
 def test_compare_names_weights_that_matrix_units_pad(here, script):
     program = script(PADDED.replace("WIDTH", "1021").replace("FACTOR", "1.0"))
-    options = {"framework": "jax", "steps": 3, "repeats": 0, "run": here}
+    options = {"framework": "jax", "steps": 3, "repeats": 1, "run": here}
     report = compare_script(program, RunSettings(), ["float16"], **options)
     (note,) = (note for note in report["notes"] if note.startswith("Dimensions of "))
     assert "wide.w (16x1021)" in note

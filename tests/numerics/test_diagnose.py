@@ -292,9 +292,9 @@ def test_gradients_that_flush_to_zero_are_a_risk():
 
 @pytest.mark.parametrize(("dtype", "multiple", "odd"), [("float16", 8, 12), ("float8_e4m3", 16, 24)])
 def test_dimensions_that_are_no_multiples_of_what_matrix_units_take_are_named(dtype, multiple, odd):
-    note = padded({"w": (odd, 32), "b": (3,), "v": (32, 32)}, dtype)
+    note = padded([("w", (odd, 32)), ("b", (3,)), ("v", (32, 32))], dtype)
     assert note.startswith(f"Dimensions of w ({odd}x32) are no multiples of {multiple}:")
-    assert padded({"w": (2 * odd if dtype == "float16" else 32, 32), "b": (3,)}, dtype) is None
+    assert padded([("w", (2 * odd if dtype == "float16" else 32, 32)), ("b", (3,))], dtype) is None
 
 
 def test_constants_losses_and_normalizations_in_low_precision_are_risks():

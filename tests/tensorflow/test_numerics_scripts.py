@@ -146,7 +146,7 @@ def test_diagnose_names_nothing_and_compare_the_weights_that_matrix_units_pad(he
     settings = RunSettings(dtype="bfloat16")
     diagnosis, report = diagnose_script(script(text), settings, framework="tensorflow", run=here)
     assert (diagnosis, report["looked_at"], report["risks"]) == (None, 3, [])
-    options = {"framework": "tensorflow", "steps": 3, "repeats": 0, "run": here}
+    options = {"framework": "tensorflow", "steps": 3, "repeats": 1, "run": here}
     report = compare_script(script(text), settings, ["bfloat16"], **options)
     notes = [note for note in report["notes"] if note.startswith("Dimensions of ")]
     assert len(notes) == (width == 1021)

@@ -79,7 +79,7 @@ def padded(tmp_path):
     def look(text):
         (tmp_path / "train.py").write_text(text)
         program, settings = Program(str(tmp_path / "train.py")), RunSettings(device="cpu")
-        options = {"framework": "torch", "steps": 4, "repeats": 0}
+        options = {"framework": "torch", "steps": 4, "repeats": 1}
         report = compare_script(program, settings, ["float16"], run=lambda t: run_here(t, tmp_path), **options)
         (note,) = (note for note in report["notes"] if note.startswith("Dimensions of "))
         return note

@@ -229,7 +229,7 @@ x = torch.randn(32, 8)
 for step in range(6):
     optimizer.zero_grad()
     large, small = model(x)
-    (3e5 * large.float().square().mean() + SMALL * small.float().square().mean()).backward()
+    (3e4 * large.float().square().mean() + SMALL * small.float().square().mean()).backward()
     optimizer.step()
 """
 
@@ -421,7 +421,7 @@ def test_a_scale_at_which_other_gradients_are_zero_cures_nothing(asked):
     assert "small.weight" in diagnosis.why
     assert "deny=['module:small']" in diagnosis.advice
     assert diagnosis.experiments[-1].cures
-    settles, _ = asked(TWO_LOSSES.replace("SMALL", "3e5"))
+    settles, _ = asked(TWO_LOSSES.replace("SMALL", "3e4"))
     assert settles.kind == "loss scale"
 
 
@@ -476,12 +476,13 @@ def test_a_module_is_tried_in_the_model_that_fails_though_the_models_were_called
     assert "deny=['module:3']" in diagnosis.advice
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer holds:ampx.PrecisionWarning")
 @pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float32"])
 def test_updates_that_weights_in_bfloat16_lose_are_told(asked, dtype):
     diagnosis, result = asked(ROUNDED_AWAY.replace("DTYPE", dtype), dtype="bfloat16")
     assert diagnosis is None
-    told = [note for note in result["notes"] if "of the updates of weights in bfloat16 were rounded away" in note]
-    assert len(told) == (dtype == "torch.bfloat16")
+    notes = [note for note in result["notes"] if "of the updates of weights in bfloat16 were rounded away" in note]
+    assert len(notes) == (dtype == "torch.bfloat16")
     assert ("every module agrees" in result["verdict"]) == (dtype == "torch.float32")
 
 
