@@ -47,7 +47,8 @@ class Names:
     """The names of modules: within a model, or within the outermost modules that are called.
 
     Of several such models the first has plain names. Those of another begin with its class (`"Net:fc"`), and where
-    that is taken with its class and a number (`"Net#2:fc"`).
+    that is taken with its class and a number (`"Net#2:fc"`). Where a part was called before the model that it belongs
+    to, the model takes the part's place.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Names:
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []  # so that a number stays that of the same module
         self._open = model is None
-        self._prefixes: set[str] = set()
+        self._roots: dict[str, int] = {}  # by prefix, the outermost module that is called
         if model is not None:
             self.add(model, "")
 
@@ -76,7 +77,11 @@ class Names:
         name = self._names.get(id(module))
         if name is None and self._open:
             root = next((part for name, part in self._named(module) if not name), module)
-            name = self.add(module, self._free_prefix(type(root).__name__))
+            parts = {id(part) for _, part in self._named(module)}
+            before = next((prefix for prefix, part in self._roots.items() if part in parts), None)
+            prefix = self._free_prefix(type(root).__name__) if before is None else before
+            self._roots[prefix] = id(root)
+            name = self.add(module, prefix)
         return name
 
     def __iter__(self) -> Iterator[str]:
@@ -100,11 +105,10 @@ class Names:
         self._names[id(module)] = name
 
     def _free_prefix(self, kind: str) -> str:
-        prefix, count = f"{kind}:" if self._prefixes else "", 1
-        while prefix in self._prefixes:
+        prefix, count = f"{kind}:" if self._roots else "", 1
+        while prefix in self._roots:
             count += 1
             prefix = f"{kind}#{count}:"
-        self._prefixes.add(prefix)
         return prefix
 
     def check(self, patterns: Iterable[str], call: str) -> None:

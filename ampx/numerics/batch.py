@@ -51,14 +51,14 @@ class Seen:
     Attributes:
         replayed: What the replay returned; gradients may be samples of the true ones.
         readings: What was read.
-        shapes: Of the parameters, by name; None where they are those of the gradients.
         skipped: Whether the step of the batch was skipped; None where none was made.
+        largest_loss: The largest loss of the steps up to this one; 0 where only this one is known.
     """
 
     replayed: Replayed
     readings: tuple[Reading, ...] = ()
-    shapes: Mapping[str, tuple[int, ...]] | None = None
     skipped: bool | None = None
+    largest_loss: float = 0.0
 
     @property
     def finite(self) -> bool:
@@ -71,6 +71,11 @@ class Seen:
         import numpy as np
 
         return self.skipped or not all(np.isfinite(gradient).all() for gradient in self.replayed.gradients.values())
+
+    @property
+    def only_gradients_overflow(self) -> bool:
+        """Whether the loss is finite, and the gradients are not."""
+        return math.isfinite(self.replayed.loss) and self.overflows
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -9,21 +10,26 @@ from typing import Final, Literal, TypeAlias
 from ampx.formats import FORMATS, Format
 
 from .batch import Refusal, Seen
+from .compare import listed_names
 from .operations import family, normalised
 from .places import (
+    WRONG,
     Key,
     Place,
     error_of,
     first_failing,
     first_wrong,
     flushes,
+    is_low,
     is_mask_constant,
     key_of,
-    listed_names,
     masked_whole,
     outermost,
+    overflow_by_hand,
 )
 from .probe import Reading, Stats
+from .risks import flushed_gradients
+from .tolerance import percent
 
 Kind = Literal[
     "healthy",
@@ -45,6 +51,8 @@ Kind = Literal[
 # Weights that training keeps in bounds are smaller by far; inputs, too.
 LARGE_WEIGHT: Final = 1e4
 LARGE_INPUT: Final = 1e15
+# Of a gradient that flushes so large a share nothing is trained.
+MOST: Final = 0.5
 # An operation that reads a variable, as `normalised` has it.
 _READ: Final = "readvariable"
 # A difference, whatever its sign was; and powers, whose derivative at zero is infinite where the exponent is below 1.
@@ -65,8 +73,9 @@ class Fault:
         why: A sentence, without its full stop.
         readings: Of the run that shows it.
         position: Of the failing place in these; None where no value tells.
-        stays_finite: The loss is finite, and wrong.
-        cancels: At the place a difference lost its digits: a module before it may have rounded them away.
+        stays_finite: The loss is finite, and a value of the forward pass is wrong.
+        by_hand: The script itself casts there: float32 computes it in low precision, too, and no module of it can be
+            kept in float32.
     """
 
     kind: Kind
@@ -74,7 +83,7 @@ class Fault:
     readings: Sequence[Reading] = ()
     position: int | None = None
     stays_finite: bool = False
-    cancels: bool = False
+    by_hand: bool = False
 
     @property
     def place(self) -> Reading | None:
@@ -213,7 +222,8 @@ def _division(case: Case) -> Cause | None:
         return None
     if reference is None:
         return "division", "it divides by zero"
-    if case.cancelled is not None:
+    # What the dtype flushes is zero whatever was subtracted before.
+    if case.cancelled is not None and reference.inputs.smallest > case.form.flushes_to:
         return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
     return "epsilon", (
         f"the divisor is zero in {dtype}, whose smallest number is {case.form.smallest:.2g}; in float32 it is not, for "
@@ -294,7 +304,7 @@ def _of_difference(entry: Reading, dtype: str) -> str:
 
 
 def find_fault(
-    low: Seen, reference: Seen, dtype: str, scale: float, unscaled: Seen | None = None, growth: Growth | None = None
+    low: Seen, reference: Seen, dtype: str, scale: float, settled: Seen | None = None, growth: Growth | None = None
 ) -> Fault | None:
     """Return what is suspected to be wrong with a batch; None for nothing.
 
@@ -303,25 +313,40 @@ def find_fault(
         reference: The same batch in float32, watched alike.
         dtype: The precision, of `FORMATS`.
         scale: The loss scale of `low`.
-        unscaled: The batch in that precision with a loss scale of 1, where that was tried.
+        settled: The batch in that precision at a loss scale that its gradients fit, where that was tried.
         growth: How far training has diverged; None where it has not, or where nothing is known of earlier steps.
     """
     exact = {key_of(entry): entry for entry in reference.readings}
-    only_scaled = not low.finite and unscaled is not None and unscaled.finite
-    if low.finite or only_scaled:
-        fault = None if dtype == "float32" else _of_finite(low, exact, dtype)
-        return _of_scale(low, exact, scale) if fault is None and only_scaled else fault
-    if not reference.finite:
+    forward = None if dtype == "float32" else _of_finite(low, reference, exact, dtype)
+    if low.finite:
+        return forward or _of_hand(reference)
+    if not reference.finite and settled is None:
         return _of_float32(reference, growth)
-    position = first_failing(low.readings, exact)
     if growth is not None:
-        return Fault("learning rate", f"{growth}; {dtype} only fails first", low.readings, position)
+        why = f"{growth}; {dtype} only fails first"
+        return Fault("learning rate", why, low.readings, first_failing(low.readings, exact))
+    # The forward pass is asked about before the scale, and the scale before a place in the backward pass.
+    of_scale = None if settled is None else _of_settled(low, settled, reference, exact, dtype, scale)
+    return forward or of_scale or _of_place(low, exact, dtype, scale)
+
+
+def _of_settled(
+    low: Seen, settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float
+) -> Fault | None:
+    """Say what a smaller loss scale has shown; None where the gradients overflow there as well."""
+    if not settled.finite:
+        return None
+    return _of_flush(settled, reference, exact, dtype) or _of_scale(low, exact, scale)
+
+
+def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Fault:
+    """Say why the first value that is not finite is not."""
+    position = first_failing(low.readings, exact)
     if position is None:
         return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
-    cancels = case.cancelled is not None
-    return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position, cancels=cancels)
+    return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position)
 
 
 def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:
@@ -338,15 +363,77 @@ def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
     backward = [position for position, entry in enumerate(low.readings) if entry.direction == "backward"]
     first = first_failing([low.readings[position] for position in backward], exact)
     why = (
-        f"the gradients overflow only times the loss scale of {scale:g}: the step is skipped and the scale backs off, "
-        f"as it should"
+        f"the gradients overflow only times the loss scale of {scale:g}: the step is skipped, and the scale backs off "
+        f"until they fit"
     )
     return Fault("loss scale", why, low.readings, None if first is None else backward[first])
 
 
-def _of_finite(low: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | None:
+def _of_flush(settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | None:
+    """Say that gradients are zero at the loss scale that the largest of them fit; None where they are not."""
+    flushed = lost_gradients(settled, reference)
+    if not flushed:
+        return None
+    position = first_flushed(settled, exact)
+    where = "" if position is None else f"in the {Place.of(settled.readings[position])}, "
+    why = (
+        f"{where}gradients are zero in {dtype} at the largest loss scale at which no other overflows, and are not in "
+        f"float32: {listed_names(flushed)} train no more"
+    )
+    return Fault("flush", why, settled.readings, position)
+
+
+def lost_gradients(seen: Seen, reference: Seen) -> list[str]:
+    """Return the names of parameters of whose gradient most is zero that is not in float32."""
+    return [name for name, share in flushed_gradients(seen, reference).items() if share > MOST]
+
+
+def first_flushed(seen: Seen, exact: Mapping[Key, Reading]) -> int | None:
+    """Return the position of the first gradient most of which is zero that is not in float32; None for none."""
+    for position, entry in enumerate(seen.readings):
+        other = exact.get(key_of(entry)) if entry.direction == "backward" else None
+        if other is not None and flushes(entry.value, other.value):
+            return position
+    return None
+
+
+def _of_hand(reference: Seen) -> Fault | None:
+    """Say that the script itself casts to a dtype what this cannot hold; None where it does not, or without harm."""
+    position = overflow_by_hand(reference.readings)
+    if position is None:
+        return None
+    place, later = reference.readings[position], reference.readings[position:]
+    lost = next((entry for entry in later if _is_all_lost(entry)), None)
+    if reference.finite and lost is None:
+        return None
+    what = "" if lost is None else f", and all {lost.value.elements} elements of the {Place.of(lost)}"
+    why = (
+        f"in the {Place.of(place)}, {place.value.nonfinite} of {place.value.elements} elements{what} are not finite in "
+        f"{place.dtype}: the script itself casts to that, in a run in float32, too, so that it is not known what "
+        f"float32 makes of them"
+    )
+    kind: Kind = "sum" if family(place.operation) == "sum" else "overflow"
+    return Fault(kind, why, reference.readings, position, reference.finite, by_hand=True)
+
+
+def _is_all_lost(entry: Reading) -> bool:
+    """Return whether nothing of a value in low precision is left, where it has several elements."""
+    return entry.direction == "forward" and is_low(entry) and 1 < entry.value.elements == entry.value.nonfinite
+
+
+def loss_error(low: Seen, reference: Seen) -> float:
+    """Return how far a loss is from float32's, relative to the largest so far: a small one says little of training."""
+    exact = reference.replayed.loss
+    size = max(abs(exact), reference.largest_loss)
+    return abs(low.replayed.loss - exact) / size if size else 0.0
+
+
+def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | None:
     """Say what is wrong with a batch whose loss is finite: an infinity that became zero, say; None for nothing."""
-    position = first_wrong(low.readings, exact, dtype)
+    if not math.isfinite(low.replayed.loss) or not math.isfinite(reference.replayed.loss):
+        return None
+    error = loss_error(low, reference)
+    position = first_wrong(low.readings, exact, dtype, error > WRONG)
     if position is None:
         return None
     place = low.readings[position]
@@ -367,7 +454,7 @@ def _of_finite(low: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | N
             f"the value is off by {error_of(place, other):.2g} of its norm: {FORMATS[dtype].bits} bits of significand "
             f"are too few for the numbers that it is the difference or the sum of"
         )
-    why = f"in the {Place.of(place)}, {why}; the loss stays finite, and is wrong"
+    why = f"in the {Place.of(place)}, {why}; the loss stays finite, {percent(error)} from float32's"
     return Fault(kind, why, low.readings, position, stays_finite=True)
 
 
@@ -377,7 +464,7 @@ def _of_finite(low: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | N
 def _of_float32(reference: Seen, growth: Growth | None) -> Fault:
     """Say why a batch fails in float32: the first of these that fits."""
     position = first_failing(reference.readings, None)
-    for find in (_broken_weights, _masked_row, _received, _diverged, _large_weights, _large_data):
+    for find in (_broken_weights, _cast_by_hand, _masked_row, _received, _diverged, _large_weights, _large_data):
         fault = find(reference, position, growth)
         if fault is not None:
             return fault
@@ -396,6 +483,12 @@ def _broken_weights(reference: Seen, position: int | None, growth: Growth | None
     return Fault("weights", why, reference.readings, position)
 
 
+def _cast_by_hand(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+    fault = _of_hand(reference)
+    before = fault is not None and fault.position is not None and (position is None or fault.position <= position)
+    return fault if before else None
+
+
 def _masked_row(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
     row = masked_whole(reference.readings)
     if row is None:
@@ -410,19 +503,32 @@ def _received(reference: Seen, position: int | None, growth: Growth | None) -> F
     place = None if position is None else reference.readings[position]
     if place is None or place.direction == "backward":
         return None
-    reads = normalised(place.operation) == _READ
-    if not place.inputs.nonfinite and not reads:
-        return None
-    where = Place.of(place)
+    if normalised(place.operation) == _READ:
+        return _broken_parameter(reference, position, place)
     model = outermost(reference.readings, place.module) if place.kind else None
-    if reads or (model is not None and not model.inputs.nonfinite):
-        why = f"what the {where} reads is not finite, and neither its inputs nor those of the model are to blame"
-        return Fault("weights", f"{why}: a former step wrote inf or NaN to the weights", reference.readings, position)
+    came_with_it = model is not None and model.inputs.nonfinite > 0
+    if not place.inputs.nonfinite or not (came_with_it or _nothing_computed(reference.readings[:position])):
+        return None
+    if model is not None and not came_with_it:
+        return _broken_parameter(reference, position, place)
     why = (
-        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {where} are not finite, and nothing before "
-        f"it computed them: they came with the batch"
+        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {Place.of(place)} are not finite, and "
+        f"nothing before it computed them: they came with the batch"
     )
     return Fault("data", why, reference.readings, position)
+
+
+def _broken_parameter(reference: Seen, position: int | None, place: Reading) -> Fault:
+    why = (
+        f"what the {Place.of(place)} reads is not finite, and neither its inputs nor those of the model are to blame: "
+        f"a former step wrote inf or NaN to the weights"
+    )
+    return Fault("weights", why, reference.readings, position)
+
+
+def _nothing_computed(readings: Sequence[Reading]) -> bool:
+    """Return whether no operation makes what is not finite of what is."""
+    return not any(entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite for entry in readings)
 
 
 def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:

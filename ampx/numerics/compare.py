@@ -21,6 +21,7 @@ from .probe import Direction, Reading, Replayed, Step, Watching
 # How much more than the root of the number of roundings so far an error must be, to be more than rounding.
 MARGIN: Final = 8.0
 WORST: Final = 10
+_SHOWN: Final = 5  # names in a list
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,31 @@ def unscaled(readings: Sequence[Reading], scale: float) -> list[Reading]:
         else entry
         for entry in readings
     ]
+
+
+def padded(shapes: Iterable[tuple[str, Sequence[int]]], dtype: str) -> str | None:
+    """Return a sentence that names the parameters whose dimensions matrix units pad; None where they pad none.
+
+    Args:
+        shapes: Of each parameter its name and its shape.
+        dtype: The low precision.
+    """
+    multiple = 16 if FORMATS[dtype].bits < 8 else 8
+    odd = [
+        f"{name} ({'x'.join(map(str, shape))})"
+        for name, shape in shapes
+        if len(shape) >= 2 and any(size % multiple for size in sorted(shape)[-2:])
+    ]
+    if not odd:
+        return None
+    named = listed_names(odd)
+    return f"Dimensions of {named} are no multiples of {multiple}: matrix units of accelerators pad them."
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many there are besides."""
+    rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
 
 
 def module_errors(reference: Sequence[Reading], low: Sequence[Reading], dtype: str) -> tuple[ModuleError, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final
@@ -16,7 +16,7 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import plain
-from .compare import WORST, error_map, worst_errors
+from .compare import WORST, error_map, padded, worst_errors
 from .meter import LOST
 from .probe import Watching
 from .timing import busy, speed_in_words
@@ -148,7 +148,7 @@ def compare_script(
         raise _all_failed(failed)
     references = timed.pop(REFERENCE)
     compared = {name: _compare(name, references, outcomes, bool(warm_up)) for name, outcomes in timed.items()}
-    exact = _watch(trial, timed, references, compared, run, say)
+    exact, shapes = _watch(trial, timed, references, compared, run, say)
     swept = None
     if sweep is not None:
         points = [_sweep_point(trial, sweep, value, tuple(compared), repeats, run, say) for value in values]
@@ -169,10 +169,15 @@ def compare_script(
         "failed": {name: str(error) for name, error in failed.items()},
         "sweep": swept,
         "mistakes": list(dict.fromkeys(mistake for outcome in outcomes for mistake in outcome.mistakes)),
-        "notes": [*_notes(program, outcomes, timed, compared), *disturbance],
+        "notes": [*_notes(program, outcomes, timed, compared), *_padded(shapes, compared), *disturbance],
         "verdict": " ".join(entry["verdict"] for entry in compared.values()) or _nothing_compared(reference),
         "origin": origin(reference.versions),
     }
+
+
+def _padded(shapes: Sequence[tuple[str, Sequence[int]]], dtypes: Iterable[str]) -> list[str]:
+    """Return what costs speed: parameters whose dimensions matrix units pad."""
+    return list(dict.fromkeys(note for dtype in dtypes if (note := padded(shapes, dtype)) is not None))
 
 
 def _check_steps(steps: int, sweep: Sweep | None) -> None:
@@ -451,7 +456,7 @@ def _watch(
     compared: Mapping[str, dict[str, Any]],
     run: Runner,
     progress: Callable[[str], Any],
-) -> list[Any]:
+) -> tuple[list[Any], list[tuple[str, tuple[int, ...]]]]:
     """Run again in float32 and in each dtype, with modules watched in some steps and updates metered.
 
     Args:
@@ -463,7 +468,7 @@ def _watch(
         progress: Is called with what is done now.
 
     Returns:
-        The meters of the run in float32.
+        The meters of the run in float32, and the names and shapes of the parameters.
     """
     last = min(outcomes[0].steps for outcomes in (references, *timed.values()))
     spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
@@ -471,6 +476,7 @@ def _watch(
     settings = replace(trial.settings, watched=True, meter_every=max(1, last // _COLUMNS))
     watching = Watching("float16", samples=_SAMPLES)
     watched = replace(trial, steps=steps[-1], watched=steps, watching=watching, warm_up=0, block=1, settings=settings)
+    watched = replace(watched, gradients=steps)  # in adversarial training, optimizers take turns
     names = [name for name, outcomes in timed.items() if outcomes[0].watches]
     outcomes = {}
     for name in (REFERENCE, *names) if names else ():
@@ -486,7 +492,11 @@ def _watch(
         if name in outcomes and facts["float32_parts_at"] is None:
             facts["modules"] = _modules(watched, name, facts["parts_at"], outcomes[REFERENCE], outcomes[name], run)
         facts["verdict"] = verdict(name, facts)
-    return list(outcomes[REFERENCE].run["meters"]) if outcomes else []
+    if not outcomes:
+        return [], []
+    exact = outcomes[REFERENCE]
+    shapes = dict.fromkeys((entry.name, entry.shape) for own in exact.gradients.values() for entry in own)
+    return list(exact.run["meters"]), list(shapes)
 
 
 def _differs(reference: Outcome, again: Sequence[Outcome], name: str, parts_at: int | None) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ import numpy as np
 from ampx.modules import outer_name
 
 from .batch import Refusal, Seen
-from .causes import Fault, Kind
+from .causes import Fault, Kind, first_flushed, loss_error, lost_gradients
 from .compare import relative_error
-from .places import WRONG, first_failing, first_wrong, key_of
+from .operations import family
+from .places import WRONG, error_of, first_failing, first_wrong, is_low, key_of
 from .probe import Reading
 from .tolerance import percent
 from .tune import inside
@@ -25,6 +25,8 @@ TRIES: Final = 4
 # Of these precision is the cause, unless float32 fails, too; those that a wider range may cure come first.
 RANGE: Final[tuple[Kind, ...]] = ("overflow", "sum", "mask", "epsilon", "logarithm", "division", "flush")
 PRECISION: Final[tuple[Kind, ...]] = (*RANGE, "digits", "error")
+# Of these a module before the place may be to blame: what it returns is too inexact for what is done with it there.
+LOSES_DIGITS: Final[tuple[Kind, ...]] = ("epsilon", "logarithm", "division", "flush", "digits")
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,13 @@ class Change:
 
     Attributes:
         float32: Names of modules that are kept in float32.
+        operations: Names of operations that are kept in float32, wherever they run.
         scale: The loss scale; None for that of the batch.
         dtype: Another dtype; None for the same.
     """
 
     float32: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
     scale: float | None = None
     dtype: str | None = None
 
@@ -46,8 +50,9 @@ class Change:
         *rest, last = map(repr, self.float32 or ("",))
         names = f"{', '.join(rest)} and {last}" if rest else last if self.float32 else ""
         words = [f"with module{'s' if len(self.float32) > 1 else ''} {names} in float32"] if names else []
+        words += [f"with operation {name!r} in float32" for name in self.operations]
         words += [] if self.dtype is None else [f"in {self.dtype}"]
-        words += [] if self.scale is None else [f"with a loss scale of {self.scale:g}"]
+        words += [] if self.scale is None else [f"at a loss scale of {self.scale:g}"]
         return ", ".join(words)
 
 
@@ -98,13 +103,13 @@ class Search:
                 all steps, as `again` changes all of them.
             dtype: The precision that fails.
             again: Runs the batch in that precision with a change.
-            scale: The loss scale to try with; None for that of the batch.
+            scale: The loss scale to try with, at which the gradients fit; None for that of the batch.
         """
         self.experiments: list[Experiment] = []
-        self.producer = ""  # which loses the digits that are missed at the place: with it in float32 the loss is right
-        self._lost_before = False  # in float32 digits cancel at the place as well
+        self.producer = ""  # the module that lost what is missed at the place, where that is another
+        self._fails_alone = False  # with the module of the place in float32 the loss is as wrong
         self._fault, self._dtype, self._again, self._scale = fault, dtype, again, scale
-        self._reference = functools.cache(reference)
+        self._reference = reference
 
     def cure(self, settled: Seen | None = None) -> Change | None:
         """Return the change that cures the batch; None where none of those tried does, or nothing is to be cured.
@@ -113,8 +118,8 @@ class Search:
             settled: The batch with a loss scale of 1, where that was tried and is finite.
         """
         if self._fault.kind == "loss scale" and settled is not None:
-            self.experiments.append(self._judged(Change(scale=1.0), settled))
-        return self._in_float32() if self._fault.kind in PRECISION else None
+            self.experiments.append(self._judged(Change(scale=self._scale), settled))
+        return self._in_float32() if self._fault.kind in PRECISION and not self._fault.by_hand else None
 
     def _in_float32(self) -> Change | None:
         """Keep more and more modules in float32."""
@@ -125,32 +130,95 @@ class Search:
             if module is None:
                 break
             kept = (*kept, module)
-            seen = self._attempt(Change(kept, self._scale))
-            if self._lost_before and not self.producer and self.experiments[-1].error <= WRONG:
-                self.producer = module
+            seen = self._attempt(kept)
+            self._fails_alone |= kept == (self._place.module,) and not self.experiments[-1].error <= WRONG
             if self.experiments[-1].cures:
-                return Change(self._needed(kept), self._scale)
+                kept, seen = self._needed(kept, seen)
+                self.producer = self._producer(kept, seen)
+                return Change(kept, scale=self._scale)
             if seen is not None:
                 readings, position = seen.readings, self._failing(seen)
-                first = self._fault.cancels and len(kept) == 1
-                self._lost_before |= first and _fails_forward_in(kept[0], readings, position)
-        wider = Change(scale=1.0, dtype="bfloat16")
-        if self._dtype == "float16" and self._fault.kind in RANGE:
-            self._attempt(wider)
-            return wider if self.experiments[-1].cures else None
-        return None
+        return self._elsewhere()
 
-    def _needed(self, kept: tuple[str, ...]) -> tuple[str, ...]:
-        """Leave out each module without which the batch is cured as well; the last is needed, as was seen."""
+    def _elsewhere(self) -> Change | None:
+        """Keep the operation in float32 that computes in low precision at the place or last before it; then bfloat16.
+
+        What a backend does not take as the name of an operation is not tried.
+        """
+        operation = None if self._fault.position is None else _low_operation(self._fault.readings, self._fault.position)
+        changes = [] if operation is None else [Change(operations=(operation,), scale=self._scale)]
+        if self._dtype == "float16" and self._fault.kind in RANGE:
+            changes.append(Change(scale=1.0, dtype="bfloat16"))
+        return next(
+            (change for change in changes if self._run(change) is not None and self.experiments[-1].cures), None
+        )
+
+    @property
+    def _place(self) -> Reading:
+        assert self._fault.position is not None
+        return self._fault.readings[self._fault.position]
+
+    def _needed(self, kept: tuple[str, ...], seen: Seen | None) -> tuple[tuple[str, ...], Seen | None]:
+        """Leave out each module without which the batch is cured as well; the last is needed, as was seen.
+
+        Args:
+            kept: Modules that cure the batch.
+            seen: The batch with these in float32.
+        """
         for module in kept[:-1]:
             fewer = tuple(name for name in kept if name != module)
-            self._attempt(Change(fewer, self._scale))
-            kept = fewer if self.experiments[-1].cures else kept
-        return kept
+            without = self._attempt(fewer)
+            if self.experiments[-1].cures:
+                kept, seen = fewer, without
+        return kept, seen
 
-    def _attempt(self, change: Change) -> Seen | None:
+    def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> str:
+        """Return the module that lost what is missed at the place; "" where that is the module of the place itself.
+
+        It is another one if float32 in the place's own module was seen to mend nothing, or, where no module of that
+        name can be tried, if what was wrong there is right now, computed in the low precision as before.
+        """
+        place, readings = self._place, self._fault.readings[: self._fault.position]
+        if self._fault.kind not in LOSES_DIGITS or _is_part(place.module, kept):
+            return ""
+        ended = [entry.module for entry in readings if entry.direction == "forward" and not entry.operation]
+        producer = next((name for name in reversed(ended) if name in kept), "")
+        mends = not place.module and seen is not None and self._mends_low(kept, seen)
+        return producer if self._fails_alone or mends else ""
+
+    def _mends_low(self, kept: tuple[str, ...], seen: Seen) -> bool:
+        """Return whether the first value that was wrong is right now, though it is computed in the low precision.
+
+        What only moves numbers computes none.
+        """
+        exact = {key_of(entry): entry for entry in self._reference().readings}
+        now = {key_of(entry): entry for entry in seen.readings}
+        for entry in self._fault.readings[self._fault.position :]:
+            key = key_of(entry)
+            mended = now.get(key)
+            outside = entry.direction == "forward" and entry.operation and not _is_part(entry.module, kept)
+            if not outside or mended is None or error_of(entry, exact.get(key)) <= WRONG:
+                continue
+            if is_low(mended) or family(entry.operation) != "mask":
+                return is_low(mended) and error_of(mended, exact.get(key)) <= WRONG
+        return False
+
+    def _attempt(self, kept: tuple[str, ...]) -> Seen | None:
+        """Run the batch with modules in float32; where the loss is right and gradients overflow, at a scale of 1."""
+        seen = self._run(Change(kept, scale=self._scale))
+        if seen is None or self._scale in (None, 1.0) or not seen.only_gradients_overflow:
+            return seen
+        if loss_error(seen, self._reference()) <= WRONG:
+            self._scale = 1.0
+            self.experiments.pop()
+            seen = self._run(Change(kept, scale=self._scale))
+        return seen
+
+    def _run(self, change: Change) -> Seen | None:
         """Run the batch with a change, and note what came out."""
         seen = self._again(change, [entry.module for entry in self._reference().readings])
+        if isinstance(seen, Refusal) and change.operations:
+            return None
         if isinstance(seen, Refusal):
             self.experiments.append(Experiment(str(change), math.nan, math.nan, False, False, seen.message))
             return None
@@ -159,15 +227,26 @@ class Search:
 
     def _judged(self, change: Change, seen: Seen) -> Experiment:
         """Return what came out of a change."""
-        loss = seen.replayed.loss
-        error = relative_error(np.array([loss]), np.array([self._reference().replayed.loss]))
-        agrees = seen.finite and error <= WRONG and (not self._fault.stays_finite or self._failing(seen) is None)
-        return Experiment(str(change), loss, error, seen.finite, agrees)
+        reference, loss = self._reference(), seen.replayed.loss
+        error = relative_error(np.array([loss]), np.array([reference.replayed.loss]))
+        agrees = seen.finite and loss_error(seen, reference) <= WRONG
+        agrees = agrees and (not self._fault.stays_finite or self._failing(seen) is None)
+        flushes = self._of_gradients and lost_gradients(seen, reference)
+        return Experiment(str(change), loss, error, seen.finite, agrees and not flushes)
+
+    @property
+    def _of_gradients(self) -> bool:
+        """Whether the fault is that gradients flush to zero."""
+        return self._fault.kind == "flush" and not self._fault.stays_finite
 
     def _failing(self, seen: Seen) -> int | None:
         """Return where a run fails, or where it is wrong though all is finite."""
-        exact = {key_of(entry): entry for entry in self._reference().readings}
-        return first_wrong(seen.readings, exact, self._dtype) if seen.finite else first_failing(seen.readings, exact)
+        reference = self._reference()
+        exact = {key_of(entry): entry for entry in reference.readings}
+        if not seen.finite:
+            return first_failing(seen.readings, exact)
+        wrong = first_wrong(seen.readings, exact, self._dtype, loss_error(seen, reference) > WRONG)
+        return first_flushed(seen, exact) if wrong is None and self._of_gradients else wrong
 
 
 def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) -> str | None:
@@ -183,16 +262,29 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
     return _before(readings[:position], (*kept, module)) or (around if around not in kept else None) or None
 
 
+def _low_operation(readings: Sequence[Reading], position: int) -> str | None:
+    """Return the operation at a place, or else before it in the same module, that computes in low precision."""
+    module = readings[position].module
+    own = (entry for entry in reversed(readings[: position + 1]) if entry.module == module)
+    return next(
+        (entry.operation for entry in own if _computes(entry) and entry.direction == "forward" and is_low(entry)), None
+    )
+
+
 def _before(readings: Sequence[Reading], taken: Sequence[str]) -> str | None:
-    """Return the last module without modules inside that has returned, and is no part of others."""
-    names = [entry.module for entry in readings if entry.direction == "forward" and not entry.operation]
-    leaves = (name for name in reversed(names) if name and not any(inside(other, name) for other in names))
-    return next((name for name in leaves if not _is_part(name, taken)), None)
+    """Return the last module that has computed something itself, and is no part of others.
+
+    Where no operations are seen, those compute that have no modules inside.
+    """
+    forward = [entry for entry in readings if entry.direction == "forward" and entry.module]
+    names = [entry.module for entry in forward]
+    computing = [entry.module for entry in forward if _computes(entry)]
+    leaves = computing or [name for name in names if not any(inside(other, name) for other in names)]
+    return next((name for name in reversed(leaves) if not _is_part(name, taken)), None)
 
 
-def _fails_forward_in(module: str, readings: Sequence[Reading], position: int | None) -> bool:
-    entry = None if position is None else readings[position]
-    return entry is not None and entry.direction == "forward" and _is_part(entry.module, (module,))
+def _computes(entry: Reading) -> bool:
+    return bool(entry.operation) and family(entry.operation) != "cast"
 
 
 def _is_part(name: str, modules: Sequence[str]) -> bool:

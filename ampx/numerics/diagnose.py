@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from .risks import Risk, risks
 from .tune import kept_in_float32
 
 # Elements of each value that are compared with float32's.
-SAMPLES: Final = 64
+SAMPLES: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Diagnosis:
         advice: What to do, as code; empty where nothing is to be done. What was not tried is said to be so.
         risks: What may do harm elsewhere.
         experiments: The batch, run again with what was expected to cure it, in order.
+        deny: What cures it, as entries of `deny` in a policy file of `ampx run`; empty where that was not seen. There
+            a module of a second model is named with its class, which `prepare` of that model does without.
     """
 
     kind: Kind
@@ -56,6 +59,7 @@ class Diagnosis:
     advice: str
     risks: tuple[Risk, ...] = ()
     experiments: tuple[Experiment, ...] = ()
+    deny: tuple[str, ...] = ()
 
     @property
     def precision_is_innocent(self) -> bool:
@@ -107,6 +111,10 @@ _REGION: Final = (
     "with ampx.autocast(enabled=False):  # may cure it: around the lines that compute this, from inputs in float32\n"
     "    ..."
 )
+_BY_HAND: Final = (
+    "# may cure it, and was not tried: cast to float32 before the operation above, or not to less\n"
+    "# at all; where a script casts by hand, no option acts"
+)
 _WIDE: Final = 'amp = ampx.init(dtype="bfloat16")'
 _CLIP: Final = "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)"
 
@@ -116,17 +124,18 @@ def _denied(modules: Iterable[str], dtype: str, tried: bool) -> str:
 
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
     """
-    parts = [name.rpartition(":") for name in modules]
-    entries = [f"{MODULE}{name}" for _, _, name in parts if name]
+    parts = {name: name.rpartition(":") for name in modules}
+    entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     if not entries:
         return ""
-    models = list(dict.fromkeys(kind for kind, _, _ in parts if kind))
+    models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
     which = f"the {' and the '.join(models)}" if models else "which has that module"
+    policy = f"; in a policy file: {[f'{MODULE}{name}' for name in parts]!r}" if models else ""
     it = "it" if len(entries) == 1 else "them"
     keeps = f"keep {it} in float32" if tried else f"may cure it: keep {it} in float32"
     return (
         f"amp = ampx.init(dtype={dtype!r}, deny={entries!r})  # {keeps}\n"
-        f"model = amp.prepare(model)  # {which}, before wrap_optimizer"
+        f"model = amp.prepare(model)  # {which}, before wrap_optimizer{policy}"
     )
 
 
@@ -150,23 +159,31 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
 
 
 def _advice(fault: Fault, dtype: str, float32_fails: bool, cure: Change | None, tried: bool) -> str:
-    """Return what to do, as code: what was seen to cure it first, then what was not tried."""
+    """Return what to do, as code: what was seen to cure it, or else what may, which was not tried."""
+    return _untried(fault, dtype, float32_fails, tried) if cure is None else _of_cure(cure, dtype)
+
+
+def _of_cure(cure: Change, dtype: str) -> str:
+    if cure.dtype is not None:
+        return _WIDE
+    if cure.operations:
+        return f"amp = ampx.init(dtype={dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
+    return _denied(cure.float32, dtype, True) or _REGION
+
+
+def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool) -> str:
+    if fault.by_hand:
+        return _BY_HAND
     own = _in_the_script(fault.kind, fault.place, dtype)
     if float32_fails or fault.kind not in PRECISION:
         return own
-    first = _in_float32(fault, dtype, cure, tried)
-    fits = dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
-    wide = _WIDE if fits and first != _WIDE and (cure is not None or not tried) else ""
-    heading = "# or, which was not tried:" if first else "# may cure it, and was not tried:"
-    return "\n".join(filter(None, (first, *(f"{heading}\n{text}" for text in (own, wide) if text))))
-
-
-def _in_float32(fault: Fault, dtype: str, cure: Change | None, tried: bool) -> str:
-    """Return what cures a fault of precision; where nothing was tried, what may; "" where what was tried does not."""
-    if cure is not None:
-        return _WIDE if cure.dtype else _denied(cure.float32, dtype, True)
+    fits = not tried and dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
+    more = [text for text in (own, _WIDE if fits else "") if text]
     module = "" if fault.place is None else fault.place.module
-    return "" if tried and module else _denied((module,), dtype, False) or _REGION
+    if tried and module:
+        return "\n".join(f"# may cure it, and was not tried:\n{text}" for text in more)
+    first = _denied((module,), dtype, False) or _REGION
+    return "\n".join([first, *(f"# or, which was not tried:\n{text}" for text in more)])
 
 
 # -- diagnosis ---------------------------------------------------------------------------------------------------------
@@ -192,41 +209,63 @@ def examined(
         growth: How far training has diverged in float32, if it has.
         compared: Returns what changes are compared with, as `Search` takes it; None for `reference`.
     """
-    if isinstance(low, Refusal):
-        refused = refusal_fault(low, reference, dtype)
-        return _concluded(refused, None, reference, dtype, scale, again, compared=compared)
-    overflows = low is not reference and math.isfinite(low.replayed.loss) and low.overflows
-    unscaled = again(Change(scale=1.0), ()) if again is not None and overflows and scale != 1 else None
-    settled = unscaled if isinstance(unscaled, Seen) and unscaled.finite else None
-    fault = find_fault(low, reference, dtype, scale, settled, growth)
-    return _concluded(fault, low, reference, dtype, scale, again, settled, compared)
+    compared = functools.cache(compared or (lambda: reference))
+    trial = None if again is None or not reference.finite else _Trials(again, compared)
+    fault = (
+        refusal_fault(low, reference, dtype)
+        if isinstance(low, Refusal)
+        else find_fault(low, reference, dtype, scale, None, growth)
+    )
+    if trial is not None and fault is not None and fault.kind in PRECISION and scale != 1:
+        trial = replace(trial, scale=min(scale, fitting_scale(dtype, compared())))
+        if isinstance(low, Seen) and low.only_gradients_overflow and not fault.stays_finite:
+            trial = trial.settled()
+            fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
+    return _concluded(fault, low if isinstance(low, Seen) else None, reference, dtype, scale, trial)
 
 
-def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscaled: Seen | None = None) -> Diagnosis:
+def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:
     """Say where a batch first fails, and why, and try nothing: see `find_fault` for the arguments."""
-    return _concluded(find_fault(low, reference, dtype, scale, unscaled), low, reference, dtype, scale, None)
+    return _concluded(find_fault(low, reference, dtype, scale, settled), low, reference, dtype, scale, None)
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """What tries changes of a batch that fails.
+
+    Attributes:
+        again: Runs the batch with a change.
+        compared: Returns what changes are compared with.
+        scale: The loss scale that the gradients of float32 fit; None for that of the batch.
+        seen: The batch at a scale that its gradients fit; None where that was not tried, or they fit none.
+    """
+
+    again: Again
+    compared: Callable[[], Seen]
+    scale: float | None = None
+    seen: Seen | None = None
+
+    def settled(self) -> _Trials:
+        """Run the batch at the loss scale, and at 1 where its gradients overflow even there."""
+        for scale in dict.fromkeys((self.scale, 1.0)):
+            seen = self.again(Change(scale=scale), ())
+            if isinstance(seen, Seen) and seen.finite:
+                return replace(self, scale=scale, seen=seen)
+        return replace(self, scale=1.0)
 
 
 def _concluded(
-    fault: Fault | None,
-    low: Seen | None,
-    reference: Seen,
-    dtype: str,
-    scale: float,
-    again: Again | None,
-    settled: Seen | None = None,
-    compared: Callable[[], Seen] | None = None,
+    fault: Fault | None, low: Seen | None, reference: Seen, dtype: str, scale: float, trial: _Trials | None
 ) -> Diagnosis:
-    """Return the diagnosis of a fault, after trying what may cure it; `settled` is the batch with a scale of 1."""
+    """Return the diagnosis of a fault, after trying what may cure it."""
     fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
-    fails = not reference.finite
+    fails = not reference.finite and not fault.by_hand
     cure, experiments = None, []
-    if again is not None and not fails:
-        compared = compared or (lambda: reference)
-        search = Search(fault, compared, dtype, again, None if settled is None else 1.0)
-        cure, experiments = search.cure(settled), search.experiments
-        if cure is not None and search.producer in cure.float32:
-            fault = _of_producer(fault, search.producer, cure, dtype)
+    if trial is not None:
+        search = Search(fault, trial.compared, dtype, trial.again, trial.scale)
+        cure, experiments = search.cure(trial.seen), search.experiments
+        if cure is not None and search.producer:
+            fault = _of_producer(fault, search.producer, dtype)
     place = fault.place
     return Diagnosis(
         fault.kind,
@@ -239,27 +278,24 @@ def _concluded(
         None if place is None else Place.of(place),
         f"{fault.why}.",
         _advice(fault, dtype, fails, cure, bool(experiments)),
-        ()
-        if low is None
-        else _bearing(fault, risks(low, reference, dtype, scale if fault.kind == "healthy" else None)),
+        () if low is None else _bearing(fault, low, reference, dtype, scale),
         tuple(experiments),
+        () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
     )
 
 
-def _bearing(fault: Fault, dangers: tuple[Risk, ...]) -> tuple[Risk, ...]:
-    """Leave out the risks that have nothing to do with a fault: those of other modules."""
+def _bearing(fault: Fault, low: Seen, reference: Seen, dtype: str, scale: float) -> tuple[Risk, ...]:
+    """Return the risks without those that have nothing to do with a fault: those of other modules."""
     if fault.kind == "healthy":
-        return dangers
-    return tuple(risk for risk in dangers if fault.place is not None and fault.place.module in risk.where)
+        return risks(low, reference, dtype, scale)
+    place = fault.place
+    return tuple(risk for risk in risks(low, reference, dtype) if place is not None and place.module in risk.where)
 
 
-def _of_producer(fault: Fault, producer: str, cure: Change, dtype: str) -> Fault:
+def _of_producer(fault: Fault, producer: str, dtype: str) -> Fault:
     """Name the module whose output lost what is missed at the place: float32 there cures it, and not at the place."""
-    # A module around the place returns after it, and cures it as its own.
     outputs = (position for position, entry in enumerate(fault.readings[: fault.position]) if not entry.operation)
-    position = next((at for at in outputs if fault.readings[at].module == producer), None)
-    if position is None or fault.place is None or fault.place.module in cure.float32:
-        return fault
+    position = next(at for at in outputs if fault.readings[at].module == producer)
     why = f"in the {Place.of(fault.readings[position])}, {dtype} loses what is needed later: {fault.why}"
     return replace(fault, kind="digits", why=why, position=position)
 
@@ -319,7 +355,7 @@ def diagnose(
 
     def again(change: Change, modules: Sequence[str]) -> Seen | Refusal:
         try:
-            changed = batch.casting(change.dtype or chosen, level, allow, deny)
+            changed = batch.casting(change.dtype or chosen, level, allow, (*deny, *change.operations))
             forced = {**changed.forced, **kept_in_float32(change.float32, modules)}
             return batch.run(replace(changed, forced=forced), scale if change.scale is None else change.scale, watching)
         except Exception as error:  # of the framework, which does not refuse float32

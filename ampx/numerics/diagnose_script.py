@@ -8,21 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.errors import TrialError
-from ampx.run import RunSettings, SampledGradient
+from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import Refusal, Seen, plain
-from .causes import Growth
+from .causes import Growth, loss_error
 from .compare import module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
-from .places import of_the_step, outermost
+from .meter import LOST
+from .places import Place, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
+from .tolerance import percent
 from .trial import DIFFERS, Outcome, Trial, run_trial
 from .tune import kept_in_float32
 
 SCHEMA: Final = "ampx.diagnose/1"
+_LOW: Final = ("float16", "bfloat16")  # in which weights may be stored
 _BEFORE: Final = (1, 2, 4, 8)  # steps before the one that fails, for the map
 # A training diverges whose loss, and what a module makes of a batch of the same size, is so many times larger than
 # before.
@@ -123,14 +126,17 @@ def _look_at(
             f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
             f"precision is innocent."
         )
-    growth = _growth(reference, step) if reference.dtype == "float32" else None
+    # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
+    fails = isinstance(low_step, Refusal) or not low_step.finite
+    growth = _growth(low if dtype == "float32" else runs.whole(), step) if fails else None
     diagnosis = examined(
         exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth, runs.compared
     )
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
+    notes += _lost_updates(low, step)
     agreement = _agreement(low_step, exact_step, dtype, scale)
-    look = _Look(step, what, low, diagnosis, agreement)
+    look = _Look(step, what, low, exact_step.readings, diagnosis, agreement)
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
 
 
@@ -146,10 +152,10 @@ class _Runs:
         before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
         self._trial = replace(
             trial,
-            settings=replace(trial.settings, watched=True),
+            settings=replace(trial.settings, watched=True, meter_every=step),
             steps=step,
             watched=before,
-            gradients=before,  # in adversarial training, optimizers take turns
+            gradients=(step,),
             watching=Watching("float16", operations=True, samples=SAMPLES),
             stop_at_fault=False,
         )
@@ -182,7 +188,8 @@ class _Runs:
     def whole(self) -> Outcome:
         """Run the script in float32 from its first step, once."""
         if self._whole is None:
-            self._whole = self.run("in float32 from the first step on", dtype="float32")
+            both = {"watched": (1, self._step)}
+            self._whole = self.run("in float32 from the first step on", both, dtype="float32")
         return self._whole
 
     def compared(self) -> Seen:
@@ -194,8 +201,10 @@ class _Runs:
 
     def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
         """Run the step with a change; `modules` are the names of all."""
-        trial = {"forced": kept_in_float32(change.float32, modules), "watched": (self._step,)}
-        settings = {"loss_scale": change.scale, "dtype": change.dtype}
+        trial = {"forced": _in_every_model(change.float32, modules), "watched": (self._step,)}
+        settings: dict[str, Any] = {"loss_scale": change.scale, "dtype": change.dtype}
+        if change.operations:
+            settings["deny"] = (*self._trial.settings.deny, *change.operations)
         try:
             outcome = self.run(
                 str(change), trial, **{name: value for name, value in settings.items() if value is not None}
@@ -203,6 +212,22 @@ class _Runs:
         except TrialError as error:
             return Refusal(str(error).splitlines()[0])
         return self.seen(outcome)
+
+
+def _in_every_model(names: Sequence[str], modules: Sequence[str]) -> dict[str, str]:
+    """Return what `Probe.force` takes to compute modules in float32, of every model that has one of that name.
+
+    So does what is advised. Which model has plain names depends on what is called first, which in a step need not be
+    what is called first in the run. A model as a whole is named by its class.
+    """
+    models = [name for name in names if name.endswith(":")]
+    own, everywhere = ([name.rpartition(":")[2] for name in several] for several in (names, modules))
+    forced = kept_in_float32(filter(None, own), everywhere)
+    return {
+        **kept_in_float32(models, modules),
+        **forced,
+        **{f"*:{pattern}": dtype for pattern, dtype in forced.items()},
+    }
 
 
 def _growth(outcome: Outcome, step: int) -> Growth | None:
@@ -286,11 +311,12 @@ def _loss(outcome: Outcome, step: int) -> float:
 
 def _seen(outcome: Outcome, step: int) -> Seen:
     """Return a step of a script as a replay."""
-    trained = _trained(outcome)
-    gradients = {name: entry.values for name, entry in trained.get(step, {}).items() if entry.values is not None}
-    shapes = {name: entry.shape for sampled in trained.values() for name, entry in sampled.items()}
+    trained = outcome.gradients.get(step, ())
+    gradients = {entry.name: entry.values for entry in trained if entry.values is not None}
     replayed = Replayed(_loss(outcome, step), gradients, {})
-    return Seen(replayed, of_the_step(outcome.readings[step]), shapes, step in outcome.skipped)
+    losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
+    skipped = step in outcome.skipped
+    return Seen(replayed, of_the_step(outcome.readings[step]), skipped, max(losses, default=0.0))
 
 
 def _refusal(outcome: Outcome, step: int) -> Refusal | None:
@@ -300,18 +326,6 @@ def _refusal(outcome: Outcome, step: int) -> Refusal | None:
         return None
     message, line = outcome.raised
     return Refusal(message, readings, line)
-
-
-def _trained(outcome: Outcome) -> dict[int, dict[str, SampledGradient]]:
-    """Return by step and name what was trained; where optimizers take turns, names say whose they are."""
-    owners = dict(enumerate(outcome.losses_of, 1))
-    several = len({owners.get(step) for step in outcome.gradients}) > 1
-
-    def name_of(step: int, entry: SampledGradient) -> str:
-        owner = owners.get(step) if several else None
-        return entry.name if owner is None else f"{entry.name} of {owner}"
-
-    return {step: {name_of(step, entry): entry for entry in seen} for step, seen in outcome.gradients.items()}
 
 
 def _skips(skipped: Sequence[int]) -> str:
@@ -340,17 +354,40 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
     readings = unscaled(low.readings, scale) if isinstance(low, Seen) else ()
     errors = (entry for entry in module_errors(reference.readings, readings, dtype) if entry.direction == "forward")
     apart = next((entry for entry in errors if entry.parts), None)
+    by_hand = cast_by_hand(reference.readings)
+    if apart is None and by_hand is not None:
+        return (
+            f"what is computed in float32 there agrees, and what the script itself casts to {by_hand.dtype}, from the "
+            f"{Place.of(by_hand)} on, was not compared"
+        )
     if apart is None:
-        return "every module agrees"
+        off = loss_error(low, reference) if isinstance(low, Seen) else math.nan
+        return f"every module agrees, and the loss is {percent(off)} from float32's"
     module = f"module {apart.module!r}" if apart.module else "the model"
     if math.isinf(apart.error):
         return f"outputs of {module} are not finite"
     return f"{module} is off by {apart.error:.2g} of its norm, where rounding explains {apart.bound:.2g}"
 
 
-def _of_module(entry: Reading) -> dict[str, Any]:
+def _lost_updates(outcome: Outcome, step: int) -> list[str]:
+    """Return a sentence for each optimizer whose updates of weights in low precision are rounded away."""
+    sentences = []
+    for meter in outcome.run["meters"]:
+        low = [entry for entry in meter["last"]["parameters"] if entry["dtype"] in _LOW and entry["moved"]]
+        moved, unchanged = (sum(entry[name] for entry in low) for name in ("moved", "unchanged"))
+        if low and unchanged > LOST * moved:
+            share, dtype = percent(unchanged / moved), low[0]["dtype"]
+            sentences.append(
+                f"{share} of the updates of weights in {dtype} were rounded away in step {step}, by "
+                f"{meter['optimizer']}: they are smaller than what lies between two numbers of {dtype}. To store the "
+                f"weights in float32 may cure it, and was not tried."
+            )
+    return sentences
+
+
+def _of_module(entry: Reading, exact: Reading | None) -> dict[str, Any]:
     names = ("module", "kind", "direction", "call", "dtype", "value", "inputs")
-    return {name: plain(getattr(entry, name)) for name in names}
+    return {**{name: plain(getattr(entry, name)) for name in names}, "float32": exact and plain(exact.value)}
 
 
 def _nothing_failed(seen: Outcome) -> str:
@@ -369,6 +406,7 @@ class _Look:
         step: Its number.
         what: Why it; "" where nothing failed.
         low: The run in which it was watched.
+        exact: What was read of it in float32.
         diagnosis: Of it.
         agreement: How far modules agree with float32 there.
     """
@@ -376,6 +414,7 @@ class _Look:
     step: int
     what: str
     low: Outcome
+    exact: Sequence[Reading]
     diagnosis: Diagnosis
     agreement: str
 
@@ -395,13 +434,14 @@ class _Look:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types."""
         readings = self.low.readings.get(self.step, ())
+        exact = {key_of(entry): entry for entry in self.exact}
         return {
             "step": self.step if self.fails else None,
             "looked_at": self.step,
             "fault": self.what or ("wrong" if self.fails else None),
             "diagnosis": self.diagnosis.to_json() if self.fails else None,
             "risks": plain(self.diagnosis.risks),
-            "modules": [_of_module(entry) for entry in readings if not entry.operation],
+            "modules": [_of_module(entry, exact.get(key_of(entry))) for entry in readings if not entry.operation],
             "map": _map(self.low),
         }
 

@@ -16,7 +16,6 @@ from .probe import Direction, Reading, Stats
 
 # A finite value that is off by more than this is wrong, whatever rounding explains.
 WRONG: Final = 0.25
-_SHOWN: Final = 5  # names in a list
 
 
 @dataclass(frozen=True)
@@ -159,19 +158,24 @@ def flushes(value: Stats, exact: Stats) -> bool:
     return value.elements == exact.elements and 2 * (value.zeros - exact.zeros) > nonzero > 0
 
 
-def first_wrong(readings: Sequence[Reading], exact: Mapping[Key, Reading], dtype: str) -> int | None:
+def first_wrong(
+    readings: Sequence[Reading], exact: Mapping[Key, Reading], dtype: str, loss_is_wrong: bool = False
+) -> int | None:
     """Return the position of the first value that spoils a finite result; None where no module's output is wrong.
 
-    An infinity that does no harm, such as that of a mask, makes no output wrong.
+    An infinity that does no harm, such as that of a mask, makes no output wrong. A result may be wrong though every
+    output is right in its norm: what an offset hides there is seen in the loss.
 
     Args:
         readings: In low precision, with samples.
         exact: In float32, with samples.
         dtype: The low precision.
+        loss_is_wrong: Whether the loss is, whatever the outputs of modules are.
     """
     forward = [(place, entry) for place, entry in enumerate(readings) if entry.direction == "forward"]
     wrong = [place for place, entry in forward if _is_wrong(entry, exact.get(key_of(entry)), dtype, place)]
-    output = next((place for place in wrong if not readings[place].operation), None)
+    end = len(readings) if loss_is_wrong and wrong else None
+    output = next((place for place in wrong if not readings[place].operation), end)
     if output is None:
         return None
     spoilt = (place for place, entry in forward if place < output and _is_spoilt(entry, exact.get(key_of(entry))))
@@ -197,7 +201,30 @@ def error_of(entry: Reading, other: Reading | None) -> float:
     return relative_error(entry.sample, other.sample)
 
 
-def listed_names(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many there are besides."""
-    rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
+def is_low(entry: Reading) -> bool:
+    """Return whether a value is in a dtype with fewer digits than float32."""
+    return entry.dtype in FORMATS and FORMATS[entry.dtype].bits < FORMATS["float32"].bits
+
+
+def cast_by_hand(reference: Sequence[Reading]) -> Reading | None:
+    """Return the first value of a forward pass in float32 that is in low precision all the same; None for none.
+
+    The script itself casts there, or it goes on with what a former step computed: no run of ours has it in float32.
+    """
+    return next((entry for entry in reference if entry.direction == "forward" and is_low(entry)), None)
+
+
+def overflow_by_hand(reference: Sequence[Reading]) -> int | None:
+    """Return the position of the first value, of a run in float32, that overflows as the script itself casts it."""
+    for position, entry in enumerate(reference):
+        if entry.direction == "forward" and is_low(entry) and _overflows(entry):
+            return position
+    return None
+
+
+def _overflows(entry: Reading) -> bool:
+    """Return whether a value is too large for its dtype: neither a mask, nor divided by zero, nor its logarithm."""
+    if not entry.value.nonfinite or entry.inputs.nonfinite or not entry.inputs.elements:
+        return False
+    meant = family(entry.operation) in ("mask", "division", "logarithm")
+    return not meant and not is_mask_constant(entry.inputs, FORMATS[entry.dtype].largest)

@@ -9,6 +9,7 @@ from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ampx.formats import FORMATS
 from ampx.run import page
 from ampx.run.report import VISIBLE, lost_map
 
@@ -271,6 +272,8 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
         title = "Before it failed" if diagnosis is not None else "Steps that were looked at"
         parts += [page.heading(title), _range_map(report["map"])]
     if report["modules"]:
+        parts += [page.heading(f"What the modules of step {report['looked_at']} need, and what the dtype holds")]
+        parts += [page.svg(_draw_ranges(report))]
         rows = [
             (entry["module"] or "the model", entry["kind"], entry["direction"], entry["dtype"], _range(entry["value"]))
             for entry in report["modules"]
@@ -297,6 +300,41 @@ def _range_map(largest: Mapping[str, Any]) -> str:
     names = [name or "the model" for name in largest["modules"]]
     title = "largest magnitude of the output; red: not finite, or not run"
     return page.heat_map(names, largest["steps"], largest["largest"], title, missing=page.ALARM)
+
+
+def _draw_ranges(report: Mapping[str, Any]) -> Any:
+    """Draw the magnitudes of every module's output in float32, between the limits of the dtype."""
+    form, diagnosis = FORMATS[report["dtype"]], report["diagnosis"] or {}
+    failing = (diagnosis.get("first_nonfinite") or {}).get("module")
+    ranges = _magnitudes(report["modules"])
+    shown = sorted(ranges, key=lambda name: (name != failing, -ranges[name][1]))[: page.MOST_ROWS]
+    names = [name for name in ranges if name in shown]
+    figure, axes = page.new_figure(1.2 + 0.17 * max(5, len(names)))
+    for row, name in enumerate(names):
+        colour = page.ALARM if name == failing else page.style_of("float32")[0]
+        axes.plot(ranges[name], (row, row), color=colour, linewidth=5, solid_capstyle="projecting")
+    for limit in (form.smallest, form.largest):
+        axes.axvline(limit, color="#222", linewidth=0.8, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(names)), [page.plain_label(name or "the model") for name in names], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_title(
+        f"magnitudes in float32, other than zero; dotted: the smallest and the largest number of {report['dtype']}; "
+        f"red: where it first fails",
+        fontsize=9,
+    )
+    return figure
+
+
+def _magnitudes(modules: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Return by module the smallest and the largest magnitude of its outputs, in float32 where that is known."""
+    ranges: dict[str, tuple[float, float]] = {}
+    for entry in modules:
+        stats, name = entry["float32"] or entry["value"], entry["module"]
+        if entry["direction"] == "forward" and stats["largest"]:
+            least, most = ranges.get(name, (math.inf, 0.0))
+            ranges[name] = min(least, stats["smallest"]), max(most, stats["largest"])
+    return ranges
 
 
 _PLACE = ("pass", "module", "operation", "dtype", "value", "inputs", "line")

@@ -9,9 +9,9 @@ from typing import Final, Literal
 from ampx.formats import FORMATS
 
 from .batch import Seen
-from .compare import bound
+from .compare import bound, listed_names
 from .operations import family
-from .places import error_of, is_mask_constant, key_of, listed_names
+from .places import error_of, is_mask_constant, key_of
 from .probe import Reading
 
 # From this share on, gradients that flush to zero are a risk.
@@ -21,15 +21,15 @@ FEW: Final = 16  # elements, of which no share is worth a word
 
 @dataclass(frozen=True)
 class Risk:
-    """What does no harm in this batch and may do some in another, or costs speed.
+    """What does no harm in this batch and may do some in another.
 
     Attributes:
-        kind: `"shape"`, `"constant"`, `"loss"`, `"normalization"`, `"overflow"` or `"gradient"`.
+        kind: `"constant"`, `"loss"`, `"normalization"`, `"overflow"` or `"gradient"`.
         where: Names of modules or parameters.
         text: One sentence.
     """
 
-    kind: Literal["shape", "constant", "loss", "normalization", "overflow", "gradient"]
+    kind: Literal["constant", "loss", "normalization", "overflow", "gradient"]
     where: tuple[str, ...]
     text: str
 
@@ -52,28 +52,11 @@ class _Pair:
 
 
 def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) -> tuple[Risk, ...]:
-    """Return what may do harm with other data, or costs speed; the arguments are those of `_Pair`."""
+    """Return what may do harm with other data; the arguments are those of `_Pair`."""
     if dtype == "float32":
         return ()
     pair = _Pair(low, reference, dtype, scale)
     return tuple(risk for find in _KINDS if (risk := find(pair)) is not None)
-
-
-def _shapes(pair: _Pair) -> Risk | None:
-    multiple = 16 if FORMATS[pair.dtype].bits < 8 else 8
-    shapes = pair.reference.shapes
-    if shapes is None:
-        shapes = {name: gradient.shape for name, gradient in pair.reference.replayed.gradients.items()}
-    odd = {
-        name: "x".join(map(str, shape))
-        for name, shape in shapes.items()
-        if len(shape) >= 2 and any(size % multiple for size in sorted(shape)[-2:])
-    }
-    if not odd:
-        return None
-    named = listed_names([f"{name} ({shape})" for name, shape in odd.items()])
-    text = f"dimensions of {named} are no multiples of {multiple}: matrix units of accelerators pad them"
-    return Risk("shape", tuple(odd), text)
 
 
 def _constants(pair: _Pair) -> Risk | None:
@@ -148,7 +131,6 @@ def _gradients(pair: _Pair) -> Risk | None:
 
 
 _KINDS: Final[tuple[Callable[[_Pair], Risk | None], ...]] = (
-    _shapes,
     _constants,
     _losses,
     _normalizations,

@@ -108,6 +108,8 @@ def by_rounding(dtype: str, noises: Iterable[Distance]) -> Tolerance:
 
     What is as far off as `MARGIN` times the largest of these is more than rounding. A value of a module has to be
     explained by the number of roundings behind it, too: rounding between modules that spoils a value is no noise.
+    The gradient of a single output may be off by a quarter, as in `uniform`: one that is small beside others loses
+    digits to the smallest numbers of the dtype, whatever the loss scale, and counts with all gradients together.
 
     Args:
         dtype: The low precision.
@@ -118,6 +120,7 @@ def by_rounding(dtype: str, noises: Iterable[Distance]) -> Tolerance:
     values: dict[Place, float] = {}
     for error in (error for noise in noises for error in noise.values):
         limit = min(error.bound, MARGIN * max(error.error, digits))
+        limit = max(limit, LARGEST_TOLERANCE) if error.direction == "backward" else limit
         values[place_of(error)] = max(limit, values.get(place_of(error), 0.0))
     loss = _explained((noise.loss for noise in noises), RESOLUTION)
     gradients = _explained((noise.gradients for noise in noises), max(RESOLUTION, MARGIN * digits))

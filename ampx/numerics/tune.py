@@ -837,7 +837,8 @@ def tune(
         model: The model; its parameters where these are a value (JAX).
         tolerance: How far loss and gradients may be from float32's, relative to their norm; by default eight times
             what rounding does to them where modules take and return values, measured in float32. That is at least the
-            resolution of bfloat16 (0.4 %) and at most a quarter. Outputs of modules have to agree alike.
+            resolution of bfloat16 (0.4 %) and at most a quarter. Outputs of modules have to agree alike, and the
+            gradient of a single one within a quarter.
         dtype: The low precision; by default the session's, or what the device prefers. One that the device does not
             compute is simulated, with a warning: `init` refuses such a policy there.
         framework: Name of the framework; by default that of the only session, or the only one imported.

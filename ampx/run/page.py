@@ -222,7 +222,7 @@ def heat_map(
         )
     if len(columns) <= _FEW_COLUMNS:
         _annotate(axes, numbers, heights, (low + high) / 2, ".2g" if powers else ".0%")
-    axes.set_yticks(range(len(shown)), [_plain_label(rows[row]) for row in shown], fontsize=7)
+    axes.set_yticks(range(len(shown)), [plain_label(rows[row]) for row in shown], fontsize=7)
     axes.set_xticks(range(len(columns)), [str(column) for column in columns])
     axes.set_xlabel("step")
     hidden = len(rows) - len(shown)
@@ -254,7 +254,7 @@ def _exponents(numbers: Sequence[Sequence[float]]) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def _plain_label(name: str) -> str:
+def plain_label(name: str) -> str:
     """Return a name that matplotlib draws as it is: a dollar begins a formula."""
     name = name.replace("$", r"\$")
     return name if len(name) <= _LONGEST else f"…{name[-_LONGEST:]}"

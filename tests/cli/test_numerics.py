@@ -145,6 +145,7 @@ def check_diagnose(result, done, folder):
     assert result["map"]["steps"] == [1, 2, 3]
     first = result["map"]["largest"][result["map"]["modules"].index("0")]
     assert [value is None for value in first] == [False, False, True]
+    assert "<h2>What the modules of step 3 need, and what the dtype holds</h2>" in (folder / "out.html").read_text()
 
 
 def check_tune(result, done, folder):

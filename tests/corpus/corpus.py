@@ -18,6 +18,7 @@ of ours sees the case:
 - `no_cure`: a piece of advice that was measured not to cure it;
 - `float32`: "fails" where precision is innocent;
 - `tolerance`: how far the losses of a healthy run may be from float32's, relative to the largest; 0.05 if not named;
+- `scale`: a loss scale at which no step is lost to settling; 128 if not named;
 - `quick`: whether every run of the tests has it, and not `make test-all` only;
 - `seen`: what `native_FRAMEWORK.py` measured of it, with the framework's own mixed precision and without ampx.
 
@@ -66,6 +67,7 @@ class Case:
     no_cure: str = ""
     float32: str = "healthy"
     tolerance: float = 0.05
+    scale: float = 128.0
     seen: str = ""
     quick: bool = False
 

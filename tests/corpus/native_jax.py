@@ -18,6 +18,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from corpus import options_of
@@ -66,7 +67,8 @@ def evaluate(jaxpr, constants, arguments):
                 params["preferred_element_type"] = jnp.dtype(dtype)
             bound = equation.primitive.get_bind_params(params)
             functions, bound = ((), bound) if isinstance(bound, dict) else bound
-            outputs = equation.primitive.bind(*functions, *inputs, **bound)
+            with source_info_util.user_context(equation.source_info.traceback):  # for what names the script's line
+                outputs = equation.primitive.bind(*functions, *inputs, **bound)
             outputs = list(outputs) if equation.primitive.multiple_results else [outputs]
             note(name, where, inputs, outputs, equation.source_info)
         values.update(zip(equation.outvars, outputs, strict=True))
@@ -74,8 +76,6 @@ def evaluate(jaxpr, constants, arguments):
 
 
 def note(name, where, inputs, outputs, source):
-    from jax._src import source_info_util
-
     def check(*leaves):
         ins, outs = leaves[: len(inputs)], leaves[len(inputs) :]
         bad = [x for x in outs if np.issubdtype(x.dtype, np.floating) or "float" in str(x.dtype)]
@@ -109,30 +109,35 @@ def low(function):
     return run
 
 
+def cast_products():
+    """Have whatever is differentiated computed in low precision."""
+    import equinox
+    from flax import nnx
+
+    differentiate = jax.value_and_grad
+    jax.value_and_grad = lambda f, *a, **k: differentiate(low(f), *a, **k)
+
+    def of_equinox(f):
+        def call(model, *rest):
+            arrays, others = equinox.partition(model, equinox.is_inexact_array)
+            return differentiate(low(lambda arrays: f(equinox.combine(arrays, others), *rest)))(arrays)
+
+        return call
+
+    def of_flax(f):
+        def call(model):
+            graph, params, rest = nnx.split(model, nnx.Param, ...)
+            return differentiate(low(lambda params: f(nnx.merge(graph, params, rest))))(params)
+
+        return call
+
+    equinox.filter_value_and_grad, nnx.value_and_grad = of_equinox, of_flax
+
+
 def run(script, options, dtype, kept):
     STATE.update(dtype=dtype, kept=kept, broken=[])
     if dtype:
-        import equinox
-        from flax import nnx
-
-        differentiate = jax.value_and_grad
-        jax.value_and_grad = lambda f, *a, **k: differentiate(low(f), *a, **k)
-
-        def of_equinox(f):
-            def call(model, *rest):
-                arrays, others = equinox.partition(model, equinox.is_inexact_array)
-                return differentiate(low(lambda arrays: f(equinox.combine(arrays, others), *rest)))(arrays)
-
-            return call
-
-        def of_flax(f):
-            def call(model):
-                graph, params, rest = nnx.split(model, nnx.Param, ...)
-                return differentiate(low(lambda params: f(nnx.merge(graph, params, rest))))(params)
-
-            return call
-
-        equinox.filter_value_and_grad, nnx.value_and_grad = of_equinox, of_flax
+        cast_products()
     sys.argv, printed, raised = [script, *options], io.StringIO(), None
     with contextlib.redirect_stdout(printed):
         try:

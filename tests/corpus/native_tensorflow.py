@@ -25,9 +25,9 @@ def floats(tree):
     return [x for x in tf.nest.flatten(tree) if isinstance(x, tf.__internal__.EagerTensor) and x.dtype.is_floating]
 
 
-def run(script, options, dtype, kept):
+def run(script, options, dtype, kept, eager=True):
     """Run the script; return losses, layers that are not finite of finite inputs, and outputs of the first step."""
-    tf.config.run_functions_eagerly(True)
+    tf.config.run_functions_eagerly(eager)
     if dtype:
         keras.mixed_precision.set_global_policy(f"mixed_{dtype}")
     make, call = keras.layers.Layer.__init__, keras.layers.Layer.__call__
@@ -73,7 +73,7 @@ def forked(*arguments):
 
 
 def show(title, run, exact):
-    print(f"   {title:8}", " ".join(f"{loss:.4g}" for loss in run["losses"]), run["raised"] or "", run["broken"])
+    print(f"   {title:9}", " ".join(f"{loss:.4g}" for loss in run["losses"]), run["raised"] or "", run["broken"])
     if run is not exact and run["losses"] and len(run["losses"]) == len(exact["losses"]):
         print(
             "   difference",
@@ -99,6 +99,7 @@ def main():
             exact = forked(script, options, None, [])
             show("float32:", exact, exact)
             show("low:", forked(script, options, arguments.dtype, []), exact)
+            show("compiled:", forked(script, options, arguments.dtype, [], False), exact)
             if arguments.float32:
                 show("kept:", forked(script, options, arguments.dtype, arguments.float32), exact)
 

@@ -1,22 +1,14 @@
-"""Other tools on a script of PyTorch in PyTorch's own mixed precision: what they print, as text.
+"""Hugging Face's DebugUnderflowOverflow, and `set_detect_anomaly`, in PyTorch's own mixed precision: see `others.py`.
 
-    python tests/corpus/others_torch.py set_detect_anomaly float16 SCRIPT [--twin]
-
-The loss scale halves itself as in `native_torch.py`. The last line is JSON: the module that the tool names, or the last
-line of the script in what it says, and its words.
+The loss scale halves itself as in `native_torch.py`.
 """
 
-import contextlib
-import io
-import json
 import re
-import runpy
 import sys
-import traceback
-import warnings
 
 import torch
 from native_torch import DTYPES, Watch
+from others import answer, lines_in, said_by
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -46,22 +38,14 @@ def main():
     if tool == "DebugUnderflowOverflow":
         watched_by_transformers(watch)
     torch.autograd.set_detect_anomaly(tool == "set_detect_anomaly")
-    sys.argv, said = [script, *options], io.StringIO()
-    casting = torch.autocast("cpu", DTYPES[dtype], cache_enabled=False)
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), casting, warnings.catch_warnings():
-        warnings.simplefilter("always")
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except Exception:
-            traceback.print_exc()
-    text = said.getvalue()
+    with torch.autocast("cpu", DTYPES[dtype], cache_enabled=False):
+        text = said_by(script, options)
     modules = re.findall(r"^\s+([\w.]+) \w+$", text, re.M) if "Detected inf/nan" in text else []
-    lines = re.findall(rf'File "{re.escape(script)}", line (\d+)', text)
-    blamed = bool(modules) or "returned nan values" in text or "Traceback" in text
-    line = f"{script}:{lines[0 if 'Error detected in' in text else -1]}" if blamed and lines else ""
-    print(
-        json.dumps({"module": modules[-1] if modules else None, "line": line, "blamed": blamed, "said": text[-1500:]})
-    )
+    lines = lines_in(script, text)
+    raises = "Traceback" in text and "debug_utils.py" not in text  # not the tool itself, which knows no masks of bool
+    blamed = bool(modules) or "returned nan values" in text or raises
+    line = lines[0 if "Error detected in" in text else -1] if lines else None
+    answer(script, text, blamed=blamed, module=modules[-1] if modules else None, line=line)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ It runs in the environment that has the framework's libraries, writes `FRAMEWORK
 """
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -24,7 +25,7 @@ if __name__ == "__main__":  # what is scored is the tree of this file, whatever 
 import forks  # noqa: E402 -- behind the path on which they are
 
 from corpus import FRAMEWORKS, Case, cases, imported, is_healthy, losses_of  # noqa: E402
-from processes import QUIET, run_python  # noqa: E402
+from processes import QUIET, Started  # noqa: E402
 
 RESULTS = ROOT / "docs" / "evidence" / "corpus"
 PAGE = ROOT / "docs" / "reference" / "debugger-scores.md"
@@ -33,24 +34,42 @@ SIMULATED = ("paddle", "mxnet")  # of which the CPU computes no float16: see sim
 QUIET.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
 
-class Runner:
-    """Runs a case in processes, in a folder of its own."""
+def simulated(framework):
+    """Return what the environment holds for a framework whose GPU is simulated."""
+    path = [str(HERE / "simulated"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), "CORPUS_SIMULATES": framework} if framework in SIMULATED else {}
 
-    def __init__(self, case: Case, folder: Path):
-        self.case, self.folder = case, folder
+
+class TookTooLongError(Exception):
+    """A run was stopped: there is no verdict."""
+
+
+class Runner:
+    """Runs a case in processes, in a folder of its own, each for so many seconds at most."""
+
+    def __init__(self, case: Case, folder: Path, limit: float = 600):
+        self.case, self.folder, self.limit = case, folder, limit
 
     def ampx(self, command, *options):
         device = "gpu" if self.case.framework in SIMULATED else "cpu"
         options = ("--framework", self.case.framework, "--device", device, *options)
-        return run_python("-m", "ampx", command, *options, cwd=self.folder, nests=True, timeout=600)
+        return self.python("-m", "ampx", command, *options, nests=True)
+
+    def python(self, *command, **options):
+        environment = simulated(self.case.framework)
+        done = Started(command, cwd=self.folder, **options, **environment).wait(self.limit)
+        if done.returncode is None:
+            raise TookTooLongError(f"stopped after {self.limit:g} s")
+        return done
 
     def plain(self, *options):
-        return losses_of(run_python(self.case.script, *options, cwd=self.folder, check=True).stdout)
+        return losses_of(self.python(self.case.script, *options).stdout)
 
     def is_cured_by(self, policy):
         """Return whether the script, run by the policy, is healthy, at a scale at which no step is lost to settling."""
         lines = [line for line in policy.splitlines() if not line.startswith("loss_scale")]
-        (self.folder / "cure.toml").write_text("\n".join([*lines[:2], "loss_scale = 128.0", *lines[2:], ""]))
+        scale = f"loss_scale = {self.case.scale}"
+        (self.folder / "cure.toml").write_text("\n".join([*lines[:2], scale, *lines[2:], ""]))
         done = self.ampx("run", "--policy", "cure.toml", self.case.script)
         try:
             losses = losses_of(done.stdout)
@@ -59,9 +78,9 @@ class Runner:
         return is_healthy(losses, self.plain(), self.case.tolerance)
 
 
-def policy_of(case, deny):
+def policy_of(case, deny=(), dtype=None):
     listed = ", ".join(f'"{entry}"' for entry in deny)
-    facts = {"schema": "ampx.policy/1", "framework": case.framework, "dtype": case.dtype, "level": "O1"}
+    facts = {"schema": "ampx.policy/1", "framework": case.framework, "dtype": dtype or case.dtype, "level": "O1"}
     return "\n".join([*(f'{key} = "{value}"' for key, value in facts.items()), f"deny = [{listed}]", ""])
 
 
@@ -71,11 +90,15 @@ def holds_the_code(case, place):
     return bool(case.code and number and case.code in case.script.read_text().splitlines()[int(number[1]) - 1])
 
 
+def is_true_line(case, place):
+    return not case.code or holds_the_code(case, place)
+
+
 def is_true_place(case, module, place):
     """Return whether a module is one of those at fault, or where no module is, a place the line."""
     if case.modules:
-        return module in case.modules
-    return holds_the_code(case, place) if case.code else True
+        return re.sub(r"^\w+:(?=.)", "", module) in case.modules  # of several models a name begins with the class
+    return is_true_line(case, place)
 
 
 def diagnosed(runner, case, twin):
@@ -104,14 +127,21 @@ def diagnosed(runner, case, twin):
     innocent = diagnosis["float32_fails"] and case.float32 == "healthy"
     if innocent or kind not in case.kinds or not is_true_place(case, place["module"], place["place"]):
         return "wrong", said
-    deny = re.search(r"deny=(\[.*?\])", diagnosis["advice"])
-    if deny:
-        cured = runner.is_cured_by(policy_of(case, json.loads(deny[1].replace("'", '"'))))
-    else:
-        cured = bool(case.edit) and bool(diagnosis["advice"])
-    if case.no_cure and case.no_cure in diagnosis["advice"]:
-        cured = False
-    return ("right and curing" if cured else "right without cure"), said
+    return ("right and curing" if _cures(runner, case, diagnosis) else "right without cure"), said
+
+
+def _cures(runner, case, diagnosis):
+    """Return whether advice helps: a setting is carried out, and an edit is the one that `--cure` makes."""
+    advice = diagnosis["advice"]
+    if case.no_cure and case.no_cure in advice:
+        return False
+    untried = re.search(r"deny=(\[.*?\])", advice)
+    deny = diagnosis["deny"] or (json.loads(untried[1].replace("'", '"')) if untried else [])
+    first = next((line for line in advice.splitlines() if not line.startswith("#")), "")
+    dtype = re.search(r"init\(dtype=.(\w+).\)", first)
+    if deny or dtype:
+        return runner.is_cured_by(policy_of(case, deny, None if deny else dtype[1]))
+    return bool(case.edit) and bool(advice)
 
 
 def tuned(runner, case, twin):
@@ -120,27 +150,29 @@ def tuned(runner, case, twin):
     done = runner.ampx("tune", *options, case.script, *(["--twin"] if twin else []))
     report = runner.folder / "tuned.json"
     if not report.exists():
-        said = " ".join((done.stdout + done.stderr).split())[-600:]
-        return ("right" if twin else "right without cure" if _blames_float32(said, case) else "silent"), said
+        said = " ".join(done.stderr.split())[-600:]
+        assert "Traceback" not in said, done.stderr[-3000:]  # a crash is no verdict
+        if "fails in float32 itself" not in said:
+            return ("right" if twin else "silent"), said
+        return ("accused" if twin else "right and curing" if case.float32 == "fails" else "wrong"), said
     facts = json.loads(report.read_text())
     policy, said = facts["policy"], facts["verdict"]
     deny = [choice["entry"] for choice in policy["deny"]]
-    said += f" deny: {deny} runs: {facts['runs']}"
+    reasons = [f"{choice['entry']}: {choice['reason']}" for choice in policy["deny"]]
+    said += f" deny: {reasons} runs: {facts['runs']}"
     if twin:
-        return ("accused" if deny or not policy["enabled"] else "right"), said
-    if _blames_float32(said, case):
-        return "right and curing", said
-    if not policy["enabled"]:
+        return ("accused" if deny or policy["dtype"] != case.dtype else "right"), said
+    if policy["dtype"] != case.dtype:
         return "silent", said
-    true = {f"module:{name}" for name in case.modules if name} | {*case.deny, *case.operations}
-    cured = runner.is_cured_by(Path(runner.folder, "tuned.toml").read_text())
-    if not cured or not true.issuperset(deny):
-        return "wrong", said + ("" if cured else " [its policy does not make the run healthy]")
-    return "right and curing", said
+    if not runner.is_cured_by((runner.folder / "tuned.toml").read_text()):
+        return "wrong", f"{said} [its policy does not make the run healthy]"
+    return ("right and curing" if all(is_true_entry(case, entry) for entry in deny) else "wrong"), said
 
 
-def _blames_float32(said, case):
-    return case.float32 == "fails" and bool(re.search(r"float32 (itself )?fails|fails in float32|innocent", said))
+def is_true_entry(case, entry):
+    """Return whether an entry of `deny` is one that the truth has, or is inside a module that is at fault."""
+    inside = any(name and entry.startswith(f"module:{name}.") for name in case.modules)
+    return inside or entry in (*case.deny, *case.operations, *(f"module:{name}" for name in case.modules if name))
 
 
 def told_by(tool):
@@ -148,20 +180,27 @@ def told_by(tool):
 
     def judge(runner, case, twin):
         script = HERE / f"others_{case.framework}.py"
-        done = run_python(script, tool, case.dtype, case.script, *(["--twin"] if twin else []), timeout=600, check=True)
+        done = runner.python(script, tool, case.dtype, case.script, *(["--twin"] if twin else []))
+        assert done.returncode == 0, done.stderr[-3000:]
         answer = json.loads(done.stdout.splitlines()[-1])
         said = " ".join(answer["said"].split())[-500:]
         if twin:
             return ("accused" if answer["blamed"] else "right"), said
         if not answer["blamed"]:
             return "silent", said
-        named = answer["module"] in case.modules if answer["module"] else holds_the_code(case, answer["line"])
+        module, line = answer["module"], answer["line"]
+        named = is_true_place(case, module, line) if module else is_true_line(case, line)
         return ("right without cure" if named else "wrong"), said
 
     return judge
 
 
-OTHERS = {"torch": ("DebugUnderflowOverflow", "set_detect_anomaly")}
+OTHERS = {
+    "torch": ("DebugUnderflowOverflow", "set_detect_anomaly"),
+    "jax": ("jax_debug_nans", "jax_debug_infs"),
+    "tensorflow": ("enable_check_numerics",),
+    "paddle": ("enable_tensor_checker",),
+}
 JUDGES = {
     "diagnose": diagnosed,
     "tune": tuned,
@@ -169,17 +208,21 @@ JUDGES = {
 }
 
 
-def score(framework, only, tools):
-    """Yield a row for each case, twin and tool."""
+def score(framework, only, tools, limit):
+    """Yield a row for each case, twin and tool that ends in time."""
     for case in cases(framework):
         if only and case.name not in only:
             continue
         for tool in tools:
             for twin in (False, True):
-                with tempfile.TemporaryDirectory() as folder:
-                    verdict, said = JUDGES[tool](Runner(case, Path(folder)), case, twin)
+                try:
+                    with tempfile.TemporaryDirectory() as folder:
+                        verdict, said = JUDGES[tool](Runner(case, Path(folder), limit), case, twin)
+                except TookTooLongError as error:
+                    print(f"{case.name}{' (twin)' if twin else ''}, {tool}: {error}", flush=True)
+                    continue
                 said = re.sub(r"/(?:[\w.+-]+/)+", "", said)  # folders of this machine
-                row = {"case": case.name, "twin": twin, "tool": tool, "verdict": verdict, "said": said}
+                row = {"case": case.name, "twin": twin, "tool": tool, "verdict": verdict, "said": said, "at": commit()}
                 print(f"{case.name}{' (twin)' if twin else ''}, {tool}: {verdict}: {said}", flush=True)
                 yield row
 
@@ -200,64 +243,86 @@ def write_page():
         file = RESULTS / f"{framework}.json"
         if not file.exists():
             continue
-        result = json.loads(file.read_text())
-        tools = list(dict.fromkeys(row["tool"] for row in result["rows"]))
-        verdicts = {(row["case"], row["tool"], row["twin"]): row["verdict"] for row in result["rows"]}
+        rows = json.loads(file.read_text())["rows"]
+        tools = [tool for tool in JUDGES if any(row["tool"] == tool for row in rows)]
+        verdicts = {(row["case"], row["tool"], row["twin"]): row["verdict"] for row in rows}
         for tool in tools:
             failing = [verdict for (_, name, twin), verdict in verdicts.items() if name == tool and not twin]
             twins = [verdict for (_, name, twin), verdict in verdicts.items() if name == tool and twin]
             counts = [str(failing.count(verdict)) for verdict in VERDICTS[:4]]
             accused = f"{twins.count('accused')} of {len(twins)}"
-            sums.append([framework, tool, str(len(failing)), *counts, accused, result["commit"]])
-        names = list(dict.fromkeys(row["case"] for row in result["rows"]))
-        rows = [
+            sums.append([NAMES[framework], f"`{tool}`", str(len(failing)), *counts, accused])
+        table_of_cases = table(
+            ["script", "what fails in it", *(f"`{tool}`" for tool in tools)],
             [
-                name,
-                *(
-                    f"{verdicts.get((name, tool, False), '')}{TWIN.get(verdicts.get((name, tool, True)), '')}"
-                    for tool in tools
-                ),
-            ]
-            for name in names
-        ]
-        parts.append(f"## {framework}\n\n{table(['case', *tools], rows)}\n")
-    head = ["framework", "tool", "cases", *VERDICTS[:4], "twins accused", "at"]
+                [f"`{case.name}`", _what_fails(case), *(_cell(verdicts, case, tool) for tool in tools)]
+                for case in cases(framework)
+            ],
+        )
+        parts.append(f"## {NAMES[framework]}\n\n{table_of_cases}\n")
+    head = ["framework", "tool", "scripts", *VERDICTS[:4], "twins accused"]
     PAGE.write_text("\n".join([INTRODUCTION, table(head, sums), "", *parts]))
 
 
-TWIN = {"accused": ", twin accused"}
+def _what_fails(case):
+    """Return the first line of a script's docstring, without what would end the cell of a table."""
+    return ast.get_docstring(ast.parse(case.script.read_text())).splitlines()[0].replace("|", "\\|")
+
+
+def _cell(verdicts, case, tool):
+    cell = verdicts.get((case.name, tool, False), "not run")
+    return f"{cell}, twin accused" if verdicts.get((case.name, tool, True)) == "accused" else cell
+
+
+NAMES = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "paddle": "PaddlePaddle", "mxnet": "MXNet"}
 INTRODUCTION = """# How often the debugger is right
 
-`tests/corpus` holds training scripts with models of libraries that fail of their precision, and a healthy twin of each.
-What is true of a case (its kind, its place, what cures it) was measured with the framework alone. A tool is *right and
-curing* if kind and place are true and its advice, carried out, makes the run healthy; *right without cure* if they are
-true and the advice does not help; *silent* if it says nothing of the fault, nor anything false; *wrong* if it names
-another kind or place, or says that all is well. Twins must not be accused. `python tests/corpus/score.py FRAMEWORK`
-makes the table, and `docs/evidence/corpus` holds each sentence.
+Here are training scripts that fail of their precision, or of something else that looks like it, and what `ampx
+diagnose`, `ampx tune` and the frameworks' own tools say of each. The models are those of libraries where these have
+one; weights and data are made for the purpose. What is true of a script was measured with the framework alone, and
+written down before a tool saw it: what fails, where, and what cures it. Every script has a healthy twin, which differs
+by its data, its weights or a formula, and in which a tool must find nothing.
+
+- **right and curing**: kind and place are true, and the advice was carried out: the script then trains as in float32.
+  `tune` is also right where float32 itself fails and it says so.
+- **right without cure**: kind and place are true, but the advice does not help, or there is none.
+- **silent**: nothing is said of the fault, nor anything false.
+- **wrong**: a kind or a place is named that is not true, or all is said to be well. `tune` is wrong where the script
+  does not train by its policy as in float32, or where that keeps in float32 what is not at fault.
+- **twin accused**: a fault is named in the healthy twin.
+
+Other tools name no kind and give no advice. They are judged by the module or the line of the script that they name;
+where only a module of a library is at fault, any line of the script counts as true. They run in the framework's own
+mixed precision. MXNet has no such tool. PaddlePaddle and MXNet compute on a simulated GPU, because their CPU builds
+compute no float16; all else computes on a CPU.
+
+The scripts are in `tests/corpus/scripts`, what is true of them in the `truth.toml` beside them, and every sentence that
+a tool said in `docs/evidence/corpus`. `python tests/corpus/score.py FRAMEWORK` runs the tools and writes this page.
 """
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("framework", choices=FRAMEWORKS)
+    parser.add_argument("framework", choices=FRAMEWORKS, nargs="?", help="without it the page is written anew")
     parser.add_argument("--only", nargs="*", default=[], help="these cases; their rows replace those in the file")
     parser.add_argument("--tool", nargs="*", default=["diagnose"], choices=JUDGES)
+    parser.add_argument("--limit", type=float, default=600, help="stop a run of a tool after so many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     framework = arguments.framework
-    if framework in SIMULATED:
-        QUIET["PYTHONPATH"] = os.pathsep.join([str(HERE / "simulated"), os.environ["PYTHONPATH"]])
-        QUIET["AMPX_CORPUS_SIMULATES"] = framework
+    if framework is None:
+        write_page()
+        return
     chosen = [case.script for case in cases(framework) if not arguments.only or case.name in arguments.only]
     forks.FRAMEWORKS[framework] = tuple(dict.fromkeys([*forks.FRAMEWORKS[framework], *imported(chosen)]))
     file = arguments.out / f"{framework}.json"
     before = json.loads(file.read_text())["rows"] if file.exists() else []
     arguments.out.mkdir(parents=True, exist_ok=True)
     order = {case.name: position for position, case in enumerate(cases(framework))}
-    for row in score(framework, arguments.only, arguments.tool):
+    for row in score(framework, arguments.only, arguments.tool, arguments.limit):
         before = [other for other in before if any(other[key] != row[key] for key in ("case", "twin", "tool"))] + [row]
         before.sort(key=lambda row: (order[row["case"]], row["tool"], row["twin"]))
-        file.write_text(json.dumps({"schema": "ampx.corpus/1", "commit": commit(), "rows": before}, indent=1) + "\n")
+        file.write_text(json.dumps({"schema": "ampx.corpus/1", "rows": before}, indent=1) + "\n")
     if arguments.out == RESULTS:
         write_page()
 

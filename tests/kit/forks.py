@@ -42,6 +42,8 @@ READ_LATER = (
     *("AMPX_", "COLUMNS", "NO_COLOR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "TF_CONFIG", "XLA_FLAGS"),
     *("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PADDLE_"),
 )
+# Read by what runs before a framework is imported: copies with a value come from a process that was started with it.
+READ_BEFORE = ("CORPUS_SIMULATES",)
 STREAMS = ("stdin", "stdout", "stderr")
 WRITING = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # two of them may go to one file
 

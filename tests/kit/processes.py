@@ -33,8 +33,9 @@ class Started:
         self.command = [*map(str, command)]
         self._folder = tempfile.TemporaryDirectory(prefix="ampx-process-")
         Path(self._folder.name, "stdin").write_text(text)
+        early = environment if environment.keys() & {*forks.READ_BEFORE} else {}
+        server = None if fresh else _server(**early)
         environment = _environment(**environment)
-        server = None if fresh else _server()
         if server is not None and server.fits(self.command, environment, read_later):
             self._wait = server.start(self.command, cwd, environment, self._folder.name, nests)
         else:
@@ -80,12 +81,12 @@ def finish(ranks, timeout=150):
 
 
 @functools.cache
-def _server():
-    """Return the process that has the framework of this environment, or None where processes cannot be copied."""
+def _server(**environment):
+    """Return the process that has the framework installed here, or None where processes cannot be copied."""
     if sys.platform != "linux":
         return None
     framework = next((name for name in forks.FRAMEWORKS if importlib.util.find_spec(name)), None)
-    return forks.Server([*forks.FRAMEWORKS.get(framework, ()), *forks.COMMON], _environment())
+    return forks.Server([*forks.FRAMEWORKS.get(framework, ()), *forks.COMMON], _environment(**environment))
 
 
 def _environment(**extra):

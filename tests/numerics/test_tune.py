@@ -13,6 +13,7 @@ import ampx
 from ampx.numerics import tune as tuning
 from ampx.numerics.compare import ModuleError
 from ampx.numerics.probe import Probe, Reading, Stats
+from ampx.numerics.tolerance import Distance, by_rounding
 from ampx.numerics.tune import (
     Choice,
     Kept,
@@ -223,6 +224,19 @@ def test_a_tolerance_that_rounding_exceeds_keeps_what_rounds():
     policy = ampx.tune(thirds, model, framework="toy", dtype="bfloat16", tolerance=1e-6, repeats=0)
     assert {choice.entry for choice in policy.deny} == {"module:near", "module:exact"}
     assert ampx.tune(thirds, model, framework="toy", dtype="bfloat16", tolerance=0.01, repeats=0).deny == ()
+
+
+@pytest.mark.parametrize(
+    ("direction", "error", "exceeds"),
+    [("forward", 0.1, True), ("backward", 0.1, False), ("backward", 0.3, True), ("backward", math.inf, True)],
+)
+def test_the_gradient_of_one_output_may_be_off_by_a_quarter_and_an_output_by_what_rounding_explains(
+    direction, error, exceeds
+):
+    value = ModuleError("layer", "Dense", direction, 0, "float16", 0.001, bound=0.02)
+    tolerance = by_rounding("float16", [Distance(0.0, 0.0, [value])])
+    assert bool(tolerance.exceeded(Distance(0.0, 0.0, [replace(value, error=error)]))) == exceeds
+    assert tolerance.exceeded(Distance(0.0, 0.1, [value]))
 
 
 def test_a_block_is_kept_as_a_whole_for_what_it_computes_itself():

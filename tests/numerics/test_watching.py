@@ -77,6 +77,14 @@ def test_without_a_model_the_second_that_is_called_has_a_prefix():
     assert [names.of(module) for module in called] == ["", "a", "Module:", "Module:a", ""]
 
 
+def test_a_model_takes_the_place_of_a_part_that_was_called_before_it():
+    part, other = Dense(weight()), Dense(weight())
+    model = Module(a=part, b=Dense(weight()))
+    names = Names(None, Module.named_modules)
+    called = (part, other, model, model.modules["b"], other)
+    assert [names.of(module) for module in called] == ["", "Dense:", "", "b", "Dense:"]
+
+
 def test_models_of_one_class_have_names_of_their_own():
     models = [Module(a=Dense(weight())) for _ in range(4)]
     other = Dense(weight())

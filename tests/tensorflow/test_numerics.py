@@ -161,6 +161,24 @@ def test_operations_name_their_module_and_line_also_backward():
     assert {entry.place for entry in products} == {f"{__file__}:{line}"}
 
 
+def test_a_model_of_layers_inside_layers_is_built_while_operations_are_watched():
+    class Outer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__(name="outer")
+            self.inner = keras.layers.Dense(2, name="inner")
+
+        def call(self, inputs):
+            return self.inner(inputs)
+
+    with PROBE.watch(None, Watching(operations=True)) as watch:
+        inputs = keras.Input((3,))
+        model = keras.Model(inputs, Outer()(inputs))  # which traces the layer, and reads its variables in a graph
+        differentiate(model)
+    products = [entry for entry in watch.readings() if entry.operation == "MatMul"]
+    assert [entry.direction for entry in products] == ["forward", "backward"]
+    assert {entry.module for entry in products} == {"outer.inner"}
+
+
 def test_layers_of_one_name_in_a_layer_are_numbered():
     class Sum(keras.layers.Layer):
         def __init__(self):

@@ -151,16 +151,19 @@ class TensorFlowWatch(Watcher):
         """Return TensorFlow's function that records a custom gradient, whose backward then knows where it came from."""
 
         @functools.wraps(native)
-        def recorded(kind: Any, outputs: Any, inputs: Any, backward: Any, *rest: Any, **options: Any) -> None:
+        def recorded(
+            op_type: str, output_tensors: Any, input_tensors: Any, backward_function: Any, forward_function: Any = None
+        ) -> None:
+            operation = op_type, output_tensors, input_tensors
             if stats.is_unwatched():
-                return native(kind, outputs, inputs, backward, *rest, **options)
+                return native(*operation, backward_function, forward_function)
             call, line = self.modules.innermost, script_line()
 
             def located(*args: Any) -> Any:
                 self._place.module, self._place.line = call, line
-                return backward(*args)
+                return backward_function(*args)
 
-            return native(kind, outputs, inputs, located, *rest, **options)
+            return native(*operation, located, forward_function)
 
         return recorded
 

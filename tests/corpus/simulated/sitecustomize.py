@@ -7,7 +7,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tests" / "kit"))
-framework = os.environ.get("AMPX_CORPUS_SIMULATES", "")
+framework = os.environ.get("CORPUS_SIMULATES", "")
 if framework and importlib.util.find_spec(framework):
     simulated = importlib.import_module(f"simulated_{framework}")
     simulated.start(ROOT / ".pytest_cache" / "simulated-cuda")
