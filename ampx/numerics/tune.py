@@ -107,7 +107,10 @@ class TunedPolicy:
     def write(self, path: str | os.PathLike[str] = "ampx.toml") -> None:
         """Write the policy file, for `init(policy=…)` and `ampx run --policy`.
 
+        Where there is one already, the comments and entries that a person added to it stay.
+
         Raises:
+            PolicyFileError: The file that is there is no TOML.
             UnsupportedDtypeError: The dtype was simulated, and no framework trains in it.
         """
         accepted = get_args(Dtype)
@@ -116,7 +119,9 @@ class TunedPolicy:
                 f"a policy in {self.dtype} cannot be used; accepted: {', '.join(accepted)}. It answers what would be; "
                 f"tune without what_if for one that this device computes."
             )
-        Path(path).write_text(self.file.text(), encoding="utf-8")
+        path = Path(path)
+        before = path.read_bytes() if path.is_file() else b""
+        path.write_text(self.file.text(before, str(path)), encoding="utf-8")
 
     def timed(self, ratios: Sequence[float], slow: Mapping[str, tuple[float, float]]) -> TunedPolicy:
         """Return the policy with its speed, and with modules in float32 that lose time in low precision.

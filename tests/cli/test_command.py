@@ -60,11 +60,8 @@ def test_help_imports_neither_framework_nor_plotting():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["sklearn", "matplotlib"],
-)
-def test_missing_extra_is_named_without_a_traceback(module, tmp_path):
+@pytest.mark.parametrize(("module", "extra"), [("sklearn", "demo"), ("matplotlib", "report")])
+def test_missing_extra_is_named_without_a_traceback(module, extra, tmp_path):
     if module == "sklearn":
         pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra demo: it is asked for first")
     arguments = ["ampx", "demo", "--framework", "torch", "--out", str(tmp_path)]
@@ -76,7 +73,7 @@ def test_missing_extra_is_named_without_a_traceback(module, tmp_path):
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (
         f"ampx: this command needs {module}, which is not installed. Install it with "
-        "`pip install 'ampx-precision[demo]'`."
+        f"`pip install 'ampx-precision[{extra}]'`."
     )
     assert "Traceback" not in done.stderr
 

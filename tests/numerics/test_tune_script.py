@@ -93,7 +93,7 @@ def test_a_search_that_was_interrupted_goes_on_and_another_one_begins_anew(tmp_p
         tuned(Interrupted(sensitive), journal=journal)
     kept = journal.read_text()
     again = Pretended(sensitive)
-    assert tuned(again, journal=journal, progress=said.append)[0].deny == answer.deny
+    assert tuned(again, journal=journal, progress=lambda text, left: said.append(text))[0].deny == answer.deny
     assert again.runs < whole.runs - 4
     assert not journal.exists()
     assert [line for line in said if "interrupted" in line] == [
@@ -102,7 +102,7 @@ def test_a_search_that_was_interrupted_goes_on_and_another_one_begins_anew(tmp_p
     for other in ({"seed": 1}, {"steps": 1}, {"tolerance": 0.02}):
         journal.write_text(kept)
         anew, said = Pretended(sensitive), []
-        tuned(anew, journal=journal, progress=said.append, **other)
+        tuned(anew, journal=journal, progress=lambda text, left: said.append(text), **other)
         assert not any("interrupted" in line for line in said)
         assert anew.runs == whole.runs
     journal.write_text(kept[:-7])  # the power failed while it was written
@@ -111,7 +111,7 @@ def test_a_search_that_was_interrupted_goes_on_and_another_one_begins_anew(tmp_p
 
 def test_progress_says_how_many_runs_follow_at_most():
     said = []
-    tuned(Pretended(("layer2",)), progress=said.append)
+    tuned(Pretended(("layer2",)), progress=lambda text, left: said.append(text))
     assert said[0] == "a.py: run 1, float32, watched …"
     assert said[1] == "a.py: run 2 (at most 18 more, 0 s, if 1 module is needed), bfloat16, watched …"
     assert len(said) <= 20
@@ -261,7 +261,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert (file.framework, file.dtype, file.deny) == ("toy", "bfloat16", ("module:layer3",))
     assert file.deny == policy.file.deny
     assert (
-        '"module:layer3",  # relative error of 0.5 in bfloat16 in step 1; without it the loss is off by'
+        '"module:layer3", # tune: relative error of 0.5 in bfloat16 in step 1; without it the loss is off by'
         in result["file"]
     )
 
