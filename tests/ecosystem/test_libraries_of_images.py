@@ -4,10 +4,14 @@ import pytest
 from commands import EveryCommand
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
-try:
-    pytest.importorskip("timm", reason="timm is not installed")
-except RuntimeError as error:  # torchvision for CUDA beside PyTorch for CPUs: its operators are missing
-    pytest.skip(f"timm cannot be imported in plain Python: {error}", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _works():
+    try:
+        pytest.importorskip("timm", reason="timm is not installed")
+    except RuntimeError as error:  # torchvision for CUDA beside PyTorch for CPUs: its operators are missing
+        pytest.skip(f"timm cannot be imported in plain Python: {error}")
 
 
 class TestLibraries(EveryCommand):

@@ -367,7 +367,7 @@ class Training(RuleBasedStateMachine):
     ) -> bool:
         """Run one body; return whether it ended well."""
         block = self._block(receivers, reached, loss_id)
-        if not block.is_promised:
+        if not block.is_promised or self._is_unseen(block):
             return False
         left = {id(trainee): self._cleared(trainee) for trainee in block.receivers} if self.implicit else {}
         must, may = self._refusals(block)
@@ -390,6 +390,12 @@ class Training(RuleBasedStateMachine):
         # An optimizer of a disabled session is a raw one: ampx does not watch what a scaled loss does to it.
         reached = [trainee for trainee in reached if transparent or trainee.reference.scale.enabled] or receivers
         return Block(receivers, reached, loss_id, transparent)
+
+    def _is_unseen(self, block: Block) -> bool:
+        """Return whether unscaled gradients are added to scaled ones that wait, which not every backend sees."""
+        others = [trainee.reference for trainee in block.reached if trainee not in block.receivers]
+        waits = any(reference.phase == "scaled" for reference in others)
+        return block.transparent and waits and not self.harness.watches_true
 
     def _follow(self, block: Block, slopes: list[Gradients], body: str, left: dict[int, Gradients]) -> bool:
         """Do in arithmetic what a body did; return whether it ended well."""
