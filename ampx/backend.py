@@ -352,7 +352,7 @@ class Contract(abc.ABC):
 
 
 class Forcing(Contract):
-    """The part of `Probe` that computes modules in a dtype: for `"module:name"` in deny, where there is no other way."""
+    """The part of `Probe` that computes modules in a dtype: for `"module:name"` in deny, where no other way is."""
 
     name: ClassVar[str] = "probe"
     feature: ClassVar[str] = "forcing modules into a dtype"

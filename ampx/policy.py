@@ -297,7 +297,7 @@ class PolicyFile:
                 array.add_line(entry, comment=comment or None)
         for entry in entries:
             reason = self._reason(entry)
-            array.add_line(entry, comment=reason and _MEASURED + reason or None)
+            array.add_line(entry, comment=(reason and _MEASURED + reason) or None)
         array.add_line(indent="")
         return array
 

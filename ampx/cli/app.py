@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
@@ -73,7 +73,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # typer comes with click inside of it, or beside it, by its version.
-_UsageError: Final = typer.BadParameter.__bases__[0]
+_UsageError: Final = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 
 def run() -> int:
@@ -420,7 +420,9 @@ def tune(
 def lint(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH", help="Files, and folders to search; - is the standard input. Default: .", show_default=False),
+        typer.Argument(
+            metavar="PATH", help="Files, and folders to search; - is the standard input. Default: .", show_default=False
+        ),
     ] = None,
     select: Annotated[str, typer.Option(help="Only these rules: AMP101,AMP2; what codes begin with.")] = "",
     ignore: Annotated[str, typer.Option(help="Not these rules.")] = "",

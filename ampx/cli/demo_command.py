@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,10 +69,11 @@ def make_folder(folder: Path) -> None:
     """Make the folder for the results, before anything is computed for it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise InvalidOptionError(
-            f"--out {str(folder)!r} cannot be made: {error.strerror}; accepted: a folder that you may write to. "
-            f"Pass another."
+            f"--out {str(folder)!r} cannot be made or written: {error.strerror}; accepted: a folder that you may write "
+            f"to. Pass another."
         ) from error
 
 

@@ -12,7 +12,7 @@ import typer
 
 from ampx.errors import InvalidOptionError
 from ampx.lint import fixes, output
-from ampx.lint.engine import lint, selected
+from ampx.lint.engine import Findings, lint, selected
 from ampx.lint.rules import BY_CODE
 from ampx.syntax.files import find
 
@@ -44,16 +44,19 @@ def run(
     files = _without(find(path for path in paths or [Path()] if path != STDIN), exclude.split(","))
     texts = {_SHOWN_AS: sys.stdin.buffer.read()} if STDIN in paths else {}
     findings = lint(files, rules, texts)
-    if fix:
-        for after in fixes.fix(findings, texts).values():  # the text goes where its reader waits for it
-            sys.stdout.buffer.write(after)
-            sys.stdout.flush()
-            echo = partial(typer.echo, err=True)
+    for text in fixes.fix(findings, texts).values() if fix else ():  # it goes where its reader waits for it
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+        echo = partial(typer.echo, err=True)
+    _print(findings, style, echo)
+    return 2 if findings.unreadable else int(bool(findings.problems))
+
+
+def _print(findings: Findings, style: str, echo: Callable[[str], None]) -> None:
     if printed := output.FORMATS[style](findings):
         echo(printed)
     if style == "text" and not terminal.quiet:
         echo(output.summary(findings))
-    return 2 if findings.unreadable else int(bool(findings.problems))
 
 
 def _without(files: Iterable[Path], patterns: Sequence[str]) -> list[Path]:

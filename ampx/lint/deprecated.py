@@ -40,19 +40,22 @@ def _full(statement: ast.ImportFrom, alias: ast.alias) -> str:
 
 def _by_import(script: Script, statement: ast.ImportFrom) -> tuple[Edit, ...]:
     """Return an import from torch.amp, with the device in all uses; nothing where one of them is not understood."""
-    start, _ = script.source.span(statement)
     module = str(statement.module)
-    start = script.source.text.index(module, start)
-    edits = [Edit(start, start + len(module), "torch.amp")]
-    for alias in statement.names:
-        full = _full(statement, alias)
-        names = [name for name in script.program.every(ast.Name) if name.id == (alias.asname or alias.name)]
-        arguments = [_arguments(script, name, full) for name in names if script.names(name) == {full}]
-        # What is not used here is for other files, whose calls have no device.
-        if full not in _OLD or not names or len(arguments) < len(names) or None in arguments:
-            return ()
-        edits += [edit for use in arguments for edit in use or ()]
-    return tuple(edits)
+    start = script.source.text.index(module, script.source.span(statement)[0])
+    uses = [_uses(script, alias.asname or alias.name, _full(statement, alias)) for alias in statement.names]
+    if None in uses:
+        return ()
+    return (Edit(start, start + len(module), "torch.amp"), *(edit for edits in uses for edit in edits or ()))
+
+
+def _uses(script: Script, bound: str, full: str) -> tuple[Edit, ...] | None:
+    """Return what all uses of a name need; nothing where one is not understood, or there is none.
+
+    A name that is not used here is for other files, whose calls have no device.
+    """
+    names = [name for name in script.program.every(ast.Name) if name.id == bound]
+    arguments = [_arguments(script, name, full) if script.names(name) == {full} else None for name in names]
+    return None if None in arguments or not names else tuple(edit for edits in arguments for edit in edits or ())
 
 
 def _written_out(script: Script, node: ast.Attribute, name: str) -> tuple[Edit, ...]:
@@ -70,23 +73,31 @@ def _arguments(script: Script, node: Reference, full: str) -> tuple[Edit, ...] |
     if full not in _OLD:
         return None
     device, name = _OLD[full]
-    _, end = script.source.span(node)
     call = script.program.call_of(node)
     if call is None:
-        parent = script.program.parent(node)
-        if name.startswith("custom_") and node in getattr(parent, "decorator_list", ()):
-            return (Edit(end, end, f'(device_type="{device}")'),)
-        named = script.program.in_annotation(node) or called_name(parent) == "isinstance"
-        return () if name == "GradScaler" and named else None
+        return _not_called(script, node, device, name)
     text = script.source.text
-    opening = text.index("(", end) + 1
+    opening = text.index("(", script.source.span(node)[1]) + 1
     separator = "" if not (call.args or call.keywords) else "," if text[opening].isspace() else ", "
     if name.startswith("custom_"):
         return None if call.args else (Edit(opening, opening, f'device_type="{device}"{separator}'),)
-    edits = [Edit(opening, opening, f'"{device}"{separator}')]
-    if name == "autocast":
-        if any(isinstance(value, ast.Starred) for value in call.args) or "set_autocast" in text:
-            return None  # the former's dtype is always the same
-        starts = [script.source.span(value)[0] for value in call.args]
-        edits += [Edit(start, start, f"{position}=") for start, position in zip(starts, _POSITIONS, strict=False)]
-    return tuple(edits)
+    named = _by_name(script, call) if name == "autocast" else ()
+    return None if named is None else (Edit(opening, opening, f'"{device}"{separator}'), *named)
+
+
+def _not_called(script: Script, node: Reference, device: str, name: str) -> tuple[Edit, ...] | None:
+    """Return what a decorator needs, or a class that is only named; None for anything else."""
+    _, end = script.source.span(node)
+    parent = script.program.parent(node)
+    if name.startswith("custom_") and node in getattr(parent, "decorator_list", ()):
+        return (Edit(end, end, f'(device_type="{device}")'),)
+    named = script.program.in_annotation(node) or called_name(parent) == "isinstance"
+    return () if name == "GradScaler" and named else None
+
+
+def _by_name(script: Script, call: ast.Call) -> tuple[Edit, ...] | None:
+    """Return the names of what a call of autocast passes by position; None where the text does not tell."""
+    if any(isinstance(value, ast.Starred) for value in call.args) or "set_autocast" in script.source.text:
+        return None  # the former's dtype is always the same
+    starts = [script.source.span(value)[0] for value in call.args]
+    return tuple(Edit(start, start, f"{position}=") for start, position in zip(starts, _POSITIONS, strict=False))

@@ -63,11 +63,7 @@ def selected(select: Iterable[str] = (), ignore: Iterable[str] = (), fix: bool =
                 f"{code!r} is no rule; accepted: {', '.join(BY_CODE)}, and what they begin with. Pass one, or some "
                 f"with commas between."
             )
-    return tuple(
-        rule
-        for rule in RULES
-        if _is_chosen(rule, chosen, fix) and not rule.code.startswith(tuple(left_out))
-    )
+    return tuple(rule for rule in RULES if _is_chosen(rule, chosen, fix) and not rule.code.startswith(tuple(left_out)))
 
 
 def _is_chosen(rule: Rule, chosen: Sequence[str], fix: bool) -> bool:
@@ -83,13 +79,9 @@ def lint(
 
     `texts` are further files that have been read, by the names under which they are told.
     """
-    rules, data = selected() if rules is None else rules, dict(texts or {})
-    findings = Findings(rules, len(paths) + len(data))
-    for path in paths:
-        try:
-            data[path] = path.read_bytes()
-        except OSError as error:
-            findings.unreadable[path] = f"cannot be read: {error.strerror or error}"
+    rules = selected() if rules is None else rules
+    findings = Findings(rules, len(paths) + len(texts or {}))
+    data = {**(texts or {}), **_read(paths, findings)}
     codes = frozenset(rule.code for rule in rules)
     float16 = _used_in_float16(data)
 
@@ -105,6 +97,17 @@ def lint(
     findings.problems.sort()
     findings.data = {problem.path: data[problem.path] for problem in findings.problems if problem.fix}
     return findings
+
+
+def _read(paths: Sequence[Path], findings: Findings) -> dict[Path, bytes]:
+    """Return what is in files, and note those that cannot be read."""
+    data = {}
+    for path in paths:
+        try:
+            data[path] = path.read_bytes()
+        except OSError as error:
+            findings.unreadable[path] = f"cannot be read: {error.strerror or error}"
+    return data
 
 
 def _used_in_float16(data: Mapping[Path, bytes]) -> set[Path]:

@@ -27,7 +27,9 @@ def summary(findings: Findings) -> str:
     unread = len(findings.unreadable)
     missing = f"; {unread} {_plural(unread, 'file')} could not be read" if unread else ""
     fixed = f", {findings.fixed} fixed" if findings.fixed else ""
-    lines = [f"{count} {_plural(count, 'problem')} in {files - unread} {_plural(files - unread, 'file')}{fixed}{missing}."]
+    lines = [
+        f"{count} {_plural(count, 'problem')} in {files - unread} {_plural(files - unread, 'file')}{fixed}{missing}."
+    ]
     if fixable := sum(bool(problem.fix) for problem in findings.problems):
         lines.append(f"`ampx lint --fix` fixes {fixable} of them.")
     if count:

@@ -168,8 +168,8 @@ RULES: Final = (
         "AMP304",
         "squares, roots and logarithms of float16",
         "warning",
-        "The square of 256 is infinite in float16, that of 1.7e-4 is 0, and so is a probability of 3e-8, whose logarithm is"
-        " infinite. A region computes these in float32; a cast by hand does not.",
+        "The square of 256 is infinite in float16, that of 1.7e-4 is 0, and so is a probability of 3e-8, whose "
+        "logarithm is infinite. A region computes these in float32; a cast by hand does not.",
         "Cast to float32 before them and back after them, or leave casting to a region.",
         values.of_half,
     ),

@@ -68,12 +68,16 @@ def _unscaled_first(script: Script, events: Sequence[Event], clip: Event, steps:
         return ()
     step = steps[0]
     always = script.implies(step.node, clip.node) and script.implies(clip.node, step.node)
-    optimizer = next(iter(step.node.args), None)
-    makers = [] if optimizer is None else script.makers(optimizer)
-    given = {_parameters(maker) for maker in makers if script.is_optimizer(maker)}
-    if not always or not step.subject or len(makers) != 1 or given != {_parameters(clip.node)} or None in given:
+    if not (always and step.subject and _is_of_same_model(script, step, clip)):
         return ()
     return (Edit(line, line, f"{indentation}{step.scaler}.unscale_({step.subject}){script.source.newline}"),)
+
+
+def _is_of_same_model(script: Script, step: Event, clip: Event) -> bool:
+    """Return whether an optimizer that is stepped was made with the parameters that are clipped."""
+    makers = script.makers(step.node.args[0])
+    model = _parameters(clip.node)
+    return model is not None and [_parameters(maker) for maker in makers if script.is_optimizer(maker)] == [model]
 
 
 def _parameters(call: ast.Call) -> str | None:

@@ -109,7 +109,7 @@ def compare_script(
     run: Runner = run_trial,
     progress: Progress = lambda text, left: None,
 ) -> dict[str, Any]:
-    """Return the report, whose layout docs/reference/cli.md tells.
+    """Return the report, whose layout docs/reference/json.md tells.
 
     Args:
         program: The script.
@@ -132,7 +132,9 @@ def compare_script(
     warm_up = warm_up_of(steps, 10)
     if not warm_up:
         _check_steps(steps, sweep)
-        progress(f"{steps} steps are too few to time (--steps {TIMED_STEPS} or more is timed): every dtype runs once …", None)
+        progress(
+            f"{steps} steps are too few to time (--steps {TIMED_STEPS} or more is timed): every dtype runs once …", None
+        )
         repeats = 1
     values = () if sweep is None else sweep.values
     left = count((1 + len(dtypes)) * (repeats * (1 + len(values)) + 1), -1)
@@ -212,7 +214,13 @@ def _notes(
 
 
 def _sweep_point(
-    trial: Trial, sweep: Sweep, value: str, dtypes: Sequence[str], repeats: int, run: Runner, progress: Callable[[str], Any]
+    trial: Trial,
+    sweep: Sweep,
+    value: str,
+    dtypes: Sequence[str],
+    repeats: int,
+    run: Runner,
+    progress: Callable[[str], Any],
 ) -> dict[str, Any]:
     """Time one value of a sweep. What fails there, for memory say, is part of the answer."""
     swept = replace(trial, program=sweep.program(trial.program, value))

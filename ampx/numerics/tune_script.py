@@ -19,8 +19,7 @@ import numpy as np
 from ampx.backend import MODULE, module_patterns
 from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.formats import digits_of, find_format
-from ampx.policy import normalise_dtype
-from ampx.policy import PolicyFile
+from ampx.policy import PolicyFile, normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.command import check_writable
 from ampx.run.page import origin
@@ -492,7 +491,7 @@ def tune_script(
     progress: Callable[[str, int | None], Any] = lambda text, left: None,
     journal: Path | None = None,
 ) -> tuple[TunedPolicy, dict[str, Any]]:
-    """Return the policy, and the report, whose layout docs/reference/cli.md tells.
+    """Return the policy, and the report, whose layout docs/reference/json.md tells.
 
     Args:
         program: The script.

@@ -157,7 +157,7 @@ def _conclude(request: RunRequest, finished: Finished) -> list[str]:
     report = to_json(request, finished)
     rank, size = report["rank"], report["world_size"]
     written = [] if request.report is None else _write(request.report, report, request.as_json or request.quiet)
-    if rank or request.quiet and not request.as_json:
+    if rank or (request.quiet and not request.as_json):
         return written
     if request.as_json:
         return [*written, json.dumps(with_origin(report))]

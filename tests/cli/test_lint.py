@@ -361,14 +361,22 @@ def forward(x):
         "import torch\noptimizer = torch.optim.SGD(model.parameters())\n"
         + CLIPPED.format(comment="").replace("    torch.nn", "    if clip: torch.nn"),
     ],
-    ids="reexported passed-on bound-anew starred set-dtype other-torch two other unknown some".split(),
+    ids=[
+        "reexported",
+        "passed-on",
+        "bound-anew",
+        "starred",
+        "set",
+        "other-torch",
+        *("two", "other", "unknown", "some"),
+    ],
 )
 def test_what_is_not_shown_to_be_safe_is_left_as_it_is(text, tmp_path):
     assert fixed(tmp_path, text) == text
 
 
 def test_a_comment_and_the_choice_of_rules_keep_a_fix_away(tmp_path):
-    text = 'import torch\nscaler = torch.cuda.amp.GradScaler()  # ampx: ignore[AMP205]\n'
+    text = "import torch\nscaler = torch.cuda.amp.GradScaler()  # ampx: ignore[AMP205]\n"
     assert fixed(tmp_path, text) == text
     text = text.partition("  #")[0] + "\n"
     assert fixed(tmp_path, text, select="AMP1") == text

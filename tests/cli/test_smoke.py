@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import re
-import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,10 +12,8 @@ import pytest
 from ampx.cli import plot
 from ampx.cli.capability_table import BEGIN, END
 from ampx.plugins import default_registry
-from strangers import Stranger, packed
 
-ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 # The framework's module, and the distributions of which one has its version.
 FRAMEWORKS = {
     "torch": ("torch",),
@@ -67,7 +62,7 @@ def test_the_readme_shows_what_the_backend_declares(framework, ampx_command):
 
 
 @pytest.mark.filterwarnings("ignore:No ccache found")  # Paddle's, while it is imported
-def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_path, png_size):
+def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_path, png_size, check_documented):
     for module in ("matplotlib", "sklearn"):
         pytest.importorskip(module, reason=f"needs {module}, of the extra demo")
     out = tmp_path / "out"
@@ -78,6 +73,7 @@ def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_
     assert json.loads((out / "results.json").read_text()) == report
     assert png_size(out / "demo.png") == tuple(round(side * plot.DPI) for side in plot.SIZE)
     assert report["schema"] == "ampx.demo/1"
+    check_documented(report)
     assert report["runs"][0]["label"] == "float32"
     for run in report["runs"]:
         assert len(run["losses"]) == len(run["scales"]) == 1347 // 32
@@ -85,45 +81,3 @@ def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_
         assert 0 < run["accuracy"] <= 1
         if run["label"] == "float32, scaled":
             assert run["losses"] == report["runs"][0]["losses"]  # scales are powers of two
-
-
-def without_numbers(text):
-    """Return the words of an output, without numbers and blanks, which differ from run to run."""
-    return re.sub(r"[-+]?\d[\d.e+-]*", "#", text).split()
-
-
-@pytest.mark.nightly
-def test_a_stranger_comes_from_pip_install_to_a_tuned_policy(framework, tmp_path, request):
-    """Replay a file of docs/evidence/routes: an empty environment, the script of a lesson, no network.
-
-    The index has the wheels of which this environment is made, ampx's own among them.
-    """
-    pytest.importorskip("pip", reason="pip is not installed: it installs the distribution")
-    route = ROOT / "docs" / "evidence" / "routes" / f"{framework}.txt"
-    steps = re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", route.read_text(), flags=re.M)
-    index = tmp_path / "index"
-    index.mkdir()
-    packed("ampx-precision", index)
-    for requirement in importlib.metadata.requires("ampx-precision"):
-        if re.search(rf'extra == ["\']({framework}|demo)["\']', requirement):
-            packed(re.match(r"[\w.-]+", requirement)[0], index)
-    stranger = Stranger(tmp_path / "home", index)
-    for script in (ROOT / "docs" / "tutorial").glob("*.py"):
-        shutil.copy(script, stranger.home)
-    printed = {command: taken(stranger, *shlex.split(command)) for command, _ in steps}
-    if request.config.getoption("--regenerate"):
-        route.write_text("".join(f"$ {command}\n{output}" for command, output in printed.items()))
-    for command, output in steps:
-        assert without_numbers(printed[command]) == without_numbers(output), command
-
-
-def taken(stranger, program, *arguments):
-    """Return what a step of the stranger prints."""
-    if program == "pip":
-        assert arguments[0] == "install"
-        stranger.install(*arguments[1:])
-        return ""
-    if program == "cat":
-        return (stranger.home / arguments[0]).read_text()
-    assert program == "ampx"
-    return stranger.ampx(*arguments)

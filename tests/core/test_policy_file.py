@@ -66,7 +66,7 @@ def test_what_a_person_added_to_a_file_stays_when_it_is_measured_anew(file):
     reasons = {"dtype": "as fast", "module:a": "beyond 65504", "module:b": "beyond 65504"}
     first = PolicyFile("toy", "float16", "O1", "dynamic", (), ("module:a", "module:b"), reasons, enabled=False).text()
     edited = first.replace('dtype = "float16"', '# Ann: keep in step with the server\ndtype = "float16"').replace(
-        'deny = [', 'deny = [\n    "total", # our own sum\n    \'product\', # and product'
+        "deny = [", "deny = [\n    \"total\", # our own sum\n    'product', # and product"
     )
     again = PolicyFile("toy", "bfloat16", "O1", "auto", (), ("module:b",), {"module:b": "lost digits"})
     path = file(again.text(edited.encode()))

@@ -137,6 +137,10 @@ from nbclient import NotebookClient
 
 notebook = nbformat.read(sys.argv[1], as_version=4)
 NotebookClient(notebook, timeout=200, resources={"metadata": {"path": "."}}).execute()
+for cell in notebook.cells:  # what differs from machine to machine is left out: times, warnings
+    cell.metadata.clear()
+    if cell.cell_type == "code":
+        cell.outputs = [output for output in cell.outputs if output.get("name") == "stdout"]
 nbformat.write(notebook, sys.argv[2])
 """
 
@@ -144,16 +148,18 @@ nbformat.write(notebook, sys.argv[2])
 def printed_in(notebook):
     """Return the words that a notebook printed, without numbers and places, which differ from run to run."""
     outputs = [output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", ())]
-    text = "".join(line for output in outputs if output.get("name") == "stdout" for line in output["text"])
+    text = "".join(line for output in outputs for line in output["text"])
     return re.sub(r"\d[\d.e+-]*", "#", re.sub(r"\(\S+\.py:\d+\)", "(a line)", text)).split()
 
 
 @pytest.mark.parametrize("framework", NOTEBOOKS)
-def test_a_notebook_runs_and_prints_what_it_shows(framework, tmp_path):
+def test_a_notebook_runs_and_prints_what_it_shows(framework, tmp_path, request):
     absent = [name for name in (framework, "nbclient", "ipykernel") if importlib.util.find_spec(name) is None]
     if absent:
         pytest.skip(f"needs {', '.join(absent)}")
     notebook, executed = ROOT / "docs" / "tutorial" / NOTEBOOKS[framework], tmp_path / "executed.ipynb"
     run_python("-c", EXECUTE, notebook, executed, cwd=tmp_path, fresh=True, check=True)
+    if request.config.getoption("--regenerate"):
+        notebook.write_text(executed.read_text())
     assert printed_in(executed) == printed_in(notebook)
     assert "overflow" in printed_in(notebook)
