@@ -92,7 +92,7 @@ class Device:
 
 @dataclass(frozen=True)
 class CastPlan:
-    """Which casting a session wants. A backend's `check_plan` may replace it by a richer one of its own.
+    """The casting that a session asks for. A backend's `check_plan` may replace it by a subclass of its own.
 
     Attributes:
         device: Name of the device.
@@ -101,7 +101,7 @@ class CastPlan:
         allow: What to compute in `dtype` beyond the framework's own list.
         deny: What to compute in float32.
         scales: Whether the session scales losses, unless a wrapped optimizer has it otherwise.
-        float32_modules: Patterns of modules that core has `Forcing.force` compute in float32 while the session lasts.
+        float32_modules: Patterns of modules that `Forcing.force` computes in float32 while the session lasts.
     """
 
     device: str
@@ -114,7 +114,7 @@ class CastPlan:
 
 
 class LossInfo(NamedTuple):
-    """What core checks about a loss.
+    """What ampx checks about a loss.
 
     Attributes:
         elements: Number of elements.
@@ -139,16 +139,16 @@ class Unscaled(NamedTuple):
 
 
 class Backend(abc.ABC):
-    """One framework's verbs. Abstract here, final in plugins; holds no state.
+    """What ampx calls of a framework. Plugins derive from it; it holds no state.
 
-    Those of `GenericBackend` come on top where core itself steps the optimizers.
+    Derive from `GenericBackend` instead where ampx itself steps the optimizers.
 
     Attributes:
-        name: What `ampx.init(framework=…)` takes.
+        name: Name of the framework, as `init` takes it.
         capabilities: What it can do.
-        optimizers: What `wrap_optimizer` takes, as its errors call it.
-        offers: By name of a `Contract`, the class that fulfils it: as `"module:class"`, imported on first use, or
-            itself.
+        optimizers: What `wrap_optimizer` accepts, in words, for its errors.
+        offers: By name of a `Contract`, the class that fulfils it: the class itself, or `"module:class"`, which is
+            imported on first use.
     """
 
     name: ClassVar[str]
@@ -352,7 +352,7 @@ class Contract(abc.ABC):
 
 
 class Forcing(Contract):
-    """The part of the probe that core calls: entries `"module:name"` of deny, where a backend has no way of its own."""
+    """The part of `Probe` that computes modules in a dtype: for `"module:name"` in deny, where no other way is."""
 
     name: ClassVar[str] = "probe"
     feature: ClassVar[str] = "forcing modules into a dtype"
@@ -454,7 +454,7 @@ def _load(place: str, by: str) -> Any:
 
 
 class GenericBackend(Backend):
-    """The verbs by which core itself steps an optimizer: see `GenericOptimizer`."""
+    """A backend whose optimizers ampx itself steps, by these methods."""
 
     @abc.abstractmethod
     def unscale(self, grads: Grads, scale: Scalar) -> Unscaled:

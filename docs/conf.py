@@ -32,10 +32,8 @@ toc_object_entries = False  # functions have headings
 # The build must not need a network, so names of other projects cannot be resolved. Ours must be.
 nitpick_ignore_regex = [
     (r"py:.*", r"(abc|collections|contextlib|os|pathlib|types|typing|pluggy|pytest|hypothesis)(\..*)?"),
-    (
-        r"py:.*",
-        r"ampx\.(protocol\.(Member|ScaleGroup)|policy\.PolicyFile)",
-    ),  # what backends pass on, or only tests read
+    # What backends pass on, and what only commands read.
+    (r"py:.*", r"ampx\.(protocol\.(Member|ScaleGroup)|policy\.PolicyFile)"),
 ]
 
 # Names in signatures that a table of the reference explains.
@@ -59,8 +57,8 @@ def _docstring_to_rst(app, what, name, obj, options, lines):
 
 def _type_beside_name(app, what, name, obj, options, lines):
     """Move the type of an attribute, which napoleon writes below its description, into its signature."""
-    text = re.sub(r"(?m)^(\.\. attribute:: .*\n)((?:\n|   (?!:type:).*\n)*)   (:type: .*\n)", r"\1   \3\2", "\n".join(lines))
-    lines[:] = text.split("\n")
+    attribute = r"(?m)^(\.\. attribute:: .*\n)((?:\n|   (?!:type:).*\n)*)   (:type: .*\n)"
+    lines[:] = re.sub(attribute, r"\1   \3\2", "\n".join(lines)).split("\n")
 
 
 def _linked(line):

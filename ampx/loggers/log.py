@@ -129,7 +129,7 @@ class Log:
         return values if event.grad_norm is None else {**values, "grad_norm": event.grad_norm}
 
     def observe(self, *opts: Any) -> None:
-        """Look at optimizer states, once a step, where steps run without Python; in every `every`-th call they are read.
+        """Look at optimizer states once a step, where steps run without Python; in every `every`-th call they are read.
 
         That is in JAX, where only the script has the optimizer state, and in PyTorch where a CUDA graph replays steps.
         Elsewhere rows come by themselves.

@@ -115,8 +115,8 @@ class Replayed:
 
     Attributes:
         loss: The loss, not scaled, as float32.
-        gradients: By name of the parameter, its true gradient: divided by the scale in float32. A parameter that the
-            loss does not reach is missing.
+        gradients: By name of the parameter, its unscaled gradient, divided by the scale in float32. A parameter that
+            the loss does not reach is missing.
         parameters: By name, the values of every parameter that the optimizer would train.
     """
 
@@ -126,7 +126,7 @@ class Replayed:
 
 
 class Probe(Forcing):
-    """What `compare`, `diagnose`, `tune` and `trace_overflow` ask of a framework, `Forcing.force` among it.
+    """What `compare`, `diagnose`, `tune` and `trace_overflow` call of a framework, beside `Forcing.force`.
 
     Attributes:
         rounds_unseen: `watch` does not see the operations by which `force` rounds, where a dtype is simulated.

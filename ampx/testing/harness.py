@@ -28,10 +28,10 @@ class Harness(abc.ABC):
         copies: How optimizers of the framework can be copied: "deepcopy", "pickle".
         closures: `opt.step(closure)` works.
         guards_raw_steps: Stepping the raw optimizer while scaled gradients are pending raises `RawStepError`.
-        watches_others: What a loss leaves on parameters of optimizers that it was not scaled for comes out true, or
-            is refused; elsewhere the user clears it.
-        watches_true: What such a loss adds to gradients after `unscale` does so, too; and so does what a loss that no
-            body scaled adds to pending ones.
+        watches_others: What a loss leaves on parameters of optimizers that it was not scaled for is unscaled, or
+            refused; elsewhere the user clears it.
+        watches_true: So is what such a loss adds to gradients after `unscale`, and what a loss that no body scaled
+            adds to pending ones.
         brings_backwards: What a backward left that ran in no body, or in one that raised, is added to as in the
             framework; elsewhere the next body is refused.
         shares_parameters: Two optimizers that hold one parameter may wait for their steps at once; elsewhere the second
