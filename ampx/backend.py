@@ -217,8 +217,8 @@ class Backend(abc.ABC):
             scaled: What `scale` made of it.
 
         Returns:
-            A function without arguments, which holds both: True, a backward went through `scaled`; False, one went
-            through `loss` and none through `scaled`; None, neither.
+            A function without arguments, which holds both. It returns True where a backward went through `scaled`,
+            False where one went through `loss` and none through `scaled`, and None where neither did.
         """
         self.refuse("seeing on which loss backward is called")
 

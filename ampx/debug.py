@@ -26,13 +26,11 @@ class NonFiniteParameter:
 
 
 def nonfinite_parameters(opt: Any, model: Any = None) -> list[NonFiniteParameter]:
-    """Name the parameters whose present gradients are not finite; call it after a skipped step.
-
-    The gradients are looked at as they are now, so call it before `zero_grad`.
+    """Return the parameters whose gradients are inf or NaN now: after a skipped step, and before `zero_grad`.
 
     Args:
         opt: The wrapped optimizer.
-        model: Where the names come from; without it they are positions in the optimizer, unless the optimizer
+        model: The model that the names come from; without it they are positions in the optimizer, unless the optimizer
             was made from named parameters.
 
     Returns:
@@ -43,6 +41,9 @@ def nonfinite_parameters(opt: Any, model: Any = None) -> list[NonFiniteParameter
         UnsupportedByBackendError: The backend cannot tell.
 
     Sync: one.
+
+    Example:
+        >>> ampx.debug.nonfinite_parameters(optimizer, model)
     """
     session = sessions.search([opt])
     state = None if session is None else session.backend.state_handle(opt, "nonfinite_parameters")

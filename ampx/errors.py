@@ -37,11 +37,19 @@ class AmpxError(Exception):
 
 
 class AmpxWarning(UserWarning):
-    """Base of all warnings issued by ampx."""
+    """Base of all warnings issued by ampx.
+
+    `init` issues it where tests of ampx are known to fail with the installed release of a framework; the message has
+    the tested range, and the line that installs it.
+    """
 
 
 class PrecisionWarning(AmpxWarning):
-    """Mixed precision was asked for and is off, emulated or changed; the message says why."""
+    """Mixed precision was asked for and is off, emulated or changed; the message says why.
+
+    In PyTorch also: an LSTM computes in float32 because the CPU has nothing for it in this dtype; or a script changes
+    gradients of the model while the optimizer updates master weights, which has no effect.
+    """
 
 
 class ScaleCollapsedWarning(AmpxWarning):
@@ -49,7 +57,11 @@ class ScaleCollapsedWarning(AmpxWarning):
 
 
 class NoGradientsWarning(AmpxWarning):
-    """Several steps in a row found no gradient although losses were scaled for them: nothing is trained."""
+    """Several steps in a row found no gradient although losses were scaled for them: nothing is trained.
+
+    The optimizer was made from another model than the one that computes the loss, or gradients are cleared between
+    backward and step.
+    """
 
 
 class UnknownFrameworkError(AmpxError, ValueError):
@@ -57,15 +69,15 @@ class UnknownFrameworkError(AmpxError, ValueError):
 
 
 class AmbiguousFrameworkError(AmpxError, ValueError):
-    """The framework was not named and cannot be told without guessing."""
+    """The framework was not named, and none or several are imported."""
 
 
 class FrameworkNotInstalledError(AmpxError, ImportError):
-    """A plugin supports the framework, but the framework itself is not importable here."""
+    """The framework has a plugin, but cannot be imported here."""
 
 
 class BackendLoadError(AmpxError):
-    """The framework or its backend is installed but failed while loading; the cause is chained."""
+    """The framework or its backend is installed, but failed while it was imported; the cause is chained."""
 
 
 class DuplicateBackendError(AmpxError):
@@ -77,7 +89,7 @@ class PluginError(AmpxError):
 
 
 class MissingPartError(AmpxError, ModuleNotFoundError):
-    """A part of ampx that can be taken out has been, and something needs it."""
+    """An optional part of ampx that a call needs was removed from this installation."""
 
 
 class NotInitializedError(AmpxError, RuntimeError):
@@ -113,7 +125,10 @@ class NotAnOptimizerError(AmpxError, TypeError):
 
 
 class AlreadyWrappedError(AmpxError, ValueError):
-    """The optimizer is wrapped already."""
+    """The optimizer is wrapped already.
+
+    After a second `init` wrap the raw optimizer again: what a former session wrapped does not belong to the new one.
+    """
 
 
 class LowPrecisionParametersError(AmpxError, ValueError):
@@ -129,7 +144,12 @@ class NotWrappedError(ProtocolError):
 
 
 class NotScaledError(ProtocolError):
-    """A step was asked for on gradients whose loss never went through `scale_loss`."""
+    """A step was asked for, but the loss of its gradients never went through `scale_loss`.
+
+    In PyTorch, PaddlePaddle and TensorFlow also, up to the first correct step: backward was called on the loss itself,
+    and not on what the block of `scale_loss` yields. In JAX: `update` is traced or called, and neither `scale_loss` nor
+    `ampx.loss_scale` has read the scale of such a state.
+    """
 
 
 class NestedScaleError(ProtocolError):
@@ -141,7 +161,11 @@ class NotEnteredError(ProtocolError, AttributeError):
 
 
 class RawStepError(ProtocolError):
-    """The raw optimizer was stepped while scaled gradients were pending."""
+    """The raw optimizer was stepped while scaled gradients were pending.
+
+    In PyTorch also: an optimizer that was never wrapped was stepped on gradients of a scaled loss, or on master weights
+    that `prepare` gave it.
+    """
 
 
 class LossError(AmpxError, ValueError):
@@ -157,7 +181,7 @@ class LossDtypeError(LossError, TypeError):
 
 
 class DetachedLossError(LossError):
-    """No gradient can flow from the loss."""
+    """No gradient can flow from the loss. TensorFlow and JAX cannot tell."""
 
 
 class AlreadyScaledError(LossError):
@@ -165,7 +189,7 @@ class AlreadyScaledError(LossError):
 
 
 class NonFiniteLossError(LossError):
-    """The loss is NaN before scaling, which no loss scale can cure."""
+    """The loss is NaN before it is scaled: no loss scale can help."""
 
 
 class StateError(AmpxError, ValueError):
@@ -173,11 +197,11 @@ class StateError(AmpxError, ValueError):
 
 
 class UnknownSchemaError(StateError):
-    """The state is of no schema that ampx can read."""
+    """ampx cannot read states of this schema."""
 
 
 class InvalidStateError(StateError):
-    """The state misses values or holds values that are not acceptable."""
+    """Values of the state are missing or not acceptable."""
 
 
 class TrialError(AmpxError, RuntimeError):
@@ -185,7 +209,7 @@ class TrialError(AmpxError, RuntimeError):
 
 
 class PolicyFileError(InvalidOptionError):
-    """A policy file cannot be read, or does not fit what it is used for."""
+    """A policy file cannot be read, holds what no policy may have, or is for another framework."""
 
 
 class ConversionError(AmpxError, ValueError):

@@ -9,9 +9,7 @@ from typing import Any, Final, TypeAlias
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, computed from finiteness.
-
-    Inside traced code the fields hold tensors.
+    """What one optimizer step did. Inside traced code the fields hold tensors.
 
     Attributes:
         applied: The optimizer ran. False: the step was skipped, or there was no gradient.
@@ -22,6 +20,9 @@ class StepResult:
             loss scale share the count: it can be 1 for a member that was applied while another was not.
         grad_norm: L2 norm of the unscaled gradients before clipping, where clipping asked for it; else None, as after
             a skipped step, whose gradients have no norm.
+
+    Example:
+        >>> skipped = not optimizer.last_step.applied
     """
 
     applied: bool
@@ -38,7 +39,7 @@ UNCHECKED = StepResult(True, None, 1.0, 1.0, 0)
 
 @dataclass(frozen=True)
 class Event:
-    """What all events tell, with the same meaning in every framework.
+    """The fields that all events have, with the same meaning in every framework.
 
     Attributes:
         framework: Name of the framework.
@@ -71,7 +72,7 @@ class ScaleChanged(Event):
 
 @dataclass(frozen=True)
 class ScaleCollapsed(Event):
-    """`LossScale.max_consecutive_skips` steps in a row were skipped.
+    """So many steps in a row were skipped as `LossScale.max_consecutive_skips` says.
 
     Attributes:
         parameters: Names of the parameters whose gradients are not finite, where the backend can tell.
@@ -81,13 +82,13 @@ class ScaleCollapsed(Event):
 
     @property
     def advice(self) -> str:
-        """The module or plugin that says where it fails and why."""
+        """What to run to learn where it fails, and why."""
         return "`ampx diagnose` of the script, or ampx.diagnose(step, model), says where and why."
 
 
 @dataclass(frozen=True)
 class PrecisionLost(Event):
-    """An update of which too much was lost in low precision, of those that the meter looks at: see `opt.meter`.
+    """An update lost too much in low precision: `lost` is at least 0.5, or `flushed` at least 0.1.
 
     Attributes:
         lost: Share of the elements with a gradient whose weight did not change.
@@ -103,7 +104,7 @@ LOG_EVERY: Final = 100  # steps between two `Progress` for a log, unless it is a
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """How far training is, every so many steps: sent only while a logger is attached, see `ampx.log_to`.
+    """How far training is, every so many steps; sent only while `log_to` writes.
 
     Attributes:
         skipped: Skipped steps of the loss scale so far, in this process; in JAX, since the state was made.
@@ -117,7 +118,7 @@ class Progress(Event):
 
 @dataclass(frozen=True)
 class UpdateMetered(Event):
-    """What the meter saw of an update, every hundredth step: sent only while a logger is attached, see `opt.meter`.
+    """What the meter measured of an update, every hundredth step; sent only while `log_to` writes.
 
     Attributes:
         lost: Share of the elements with a gradient whose weight did not change.

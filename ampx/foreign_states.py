@@ -37,7 +37,10 @@ def import_state(data: object) -> dict[str, Any]:
         UnknownSchemaError: It is none of these.
         InvalidStateError: It is one of these, but a value is missing or not acceptable.
 
-    Sync: none; a value that lives on a device is copied to the host.
+    Sync: where a value lives on a device.
+
+    Example:
+        >>> ampx.load_state_dict(ampx.import_state(grad_scaler.state_dict()))
     """
     # A value of a foreign object may raise anything when it is looked at; nothing but these two errors gets out.
     try:

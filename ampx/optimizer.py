@@ -28,10 +28,13 @@ from .scale_state import Scalar, is_number
 
 
 class WrappedOptimizer(Handle):
-    """Base of all objects that `wrap_optimizer` returns.
+    """Base of all optimizers that `wrap_optimizer` returns.
 
     Attributes:
-        ampx_member: The optimizer's place in the protocol.
+        ampx_member: The optimizer's place in the protocol; for backends.
+
+    Example:
+        >>> print(optimizer.loss_scale, optimizer.last_step)
     """
 
     ampx_member: Member

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from .errors import AmpxError, PolicyFileError, UnsupportedDtypeError, UnsupportedLevelError, shown
@@ -59,9 +60,17 @@ def normalise_dtype(dtype: object) -> Dtype:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which dtype the parameters, the computation and the model's outputs have.
+    """The dtypes of parameters, computation and the model's outputs.
 
-    `str(policy)` and `Policy.parse` are inverse to each other.
+    `Policy.parse` reads what `str(policy)` writes.
+
+    Attributes:
+        param_dtype: Dtype of the parameters.
+        compute_dtype: Dtype that operations compute in.
+        output_dtype: Dtype of the model's outputs.
+
+    Example:
+        >>> ampx.Policy.parse("mixed_float16").compute_dtype
     """
 
     param_dtype: Dtype = "float32"
@@ -141,6 +150,9 @@ def find_level(level: object) -> Level:
 
 
 POLICY_SCHEMA: Final = "ampx.policy/1"
+# An entry of a list, and the comment behind it: those of `ampx tune` begin with a word of its own.
+_COMMENTED: Final = re.compile(r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*,?[ \t]*#[ \t]*(.*)""")
+_MEASURED: Final = "tune: "
 _KEYS: Final = ("schema", "framework", "dtype", "level", "loss_scale", "allow", "deny", "enabled")
 
 
@@ -178,24 +190,14 @@ class PolicyFile:
             PolicyFileError: There is none, it is no TOML, or it holds what no policy has.
         """
         source = os.fspath(path)
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            import tomli as tomllib
         try:
-            with open(source, "rb") as file:
-                values = tomllib.load(file)
+            data = Path(source).read_bytes()
         except OSError as error:
             raise PolicyFileError(
                 f"the policy file {source!r} cannot be read: {error.strerror}; accepted: a file that `ampx tune` "
                 f"wrote. Check the path."
             ) from error
-        except ValueError as error:
-            raise PolicyFileError(
-                f"the policy file {source!r} is no TOML: {error}; accepted: a file that `ampx tune` wrote. Mend "
-                f"that line."
-            ) from error
-        return cls._of(values, source)
+        return cls._of(_parsed(data, source).unwrap(), source)
 
     @classmethod
     def _of(cls, values: Mapping[str, Any], source: str) -> PolicyFile:
@@ -257,23 +259,62 @@ class PolicyFile:
             _joined(self.deny, deny),
         )
 
-    def text(self) -> str:
-        """Return the file, with the reasons as comments."""
-        lines = [f"schema = {_quoted(POLICY_SCHEMA)}"]
-        if self.framework is not None:
-            lines.append(f"framework = {_quoted(self.framework)}")
-        scale = _quoted(self.loss_scale) if isinstance(self.loss_scale, str) else repr(float(self.loss_scale))
-        for key, value in (("dtype", _quoted(self.dtype)), ("level", _quoted(self.level)), ("loss_scale", scale)):
-            lines.append(f"{key} = {value}{self._comment(key)}")
-        if not self.enabled:
-            lines.append(f"enabled = false{self._comment('enabled')}")
-        for key, entries in (("deny", self.deny), ("allow", self.allow)):
-            lines += [f"{key} = [", *(f"    {_quoted(entry)},{self._comment(entry)}" for entry in entries), "]"]
-        return "\n".join(lines) + "\n"
+    def text(self, before: bytes = b"", source: str = "ampx.toml") -> str:
+        """Return the file, with the reasons as comments.
 
-    def _comment(self, name: str) -> str:
-        reason = " ".join(self.reasons.get(name, "").split())
-        return f"  # {reason}" if reason else ""
+        Of a file that was there `before`, the comments and the entries of `allow` and `deny` that a person wrote stay.
+
+        Raises:
+            PolicyFileError: That file, which is called `source`, is no TOML.
+        """
+        import tomlkit
+
+        document = _parsed(before, source)
+        scale = self.loss_scale if isinstance(self.loss_scale, str) else float(self.loss_scale)
+        values = {"dtype": self.dtype, "level": self.level, "loss_scale": scale, "enabled": self.enabled}
+        if self.framework is not None:
+            values = {"framework": self.framework, **values}
+        if self.enabled:
+            del values["enabled"]
+            document.pop("enabled", None)
+        for key, value in {"schema": POLICY_SCHEMA, **values}.items():
+            document[key] = item = tomlkit.item(value)
+            reason = self._reason(key)
+            item.trivia.comment_ws, item.trivia.comment = ("  ", f"# {reason}") if reason else ("", "")
+        for key, entries in (("deny", self.deny), ("allow", self.allow)):
+            document[key] = self._array(entries, document.get(key))
+        return str(tomlkit.dumps(document))
+
+    def _array(self, entries: Sequence[str], before: Any) -> Any:
+        """Return a list, an entry a line; what a person added to the list before comes first."""
+        import tomlkit
+
+        array = tomlkit.array()
+        comments = {} if before is None else dict(_COMMENTED.findall(before.as_string()))
+        for entry in before or ():
+            comment = comments.get(entry.as_string(), "")
+            if not comment.startswith(_MEASURED) and entry not in entries:
+                array.add_line(entry, comment=comment or None)
+        for entry in entries:
+            reason = self._reason(entry)
+            array.add_line(entry, comment=(reason and _MEASURED + reason) or None)
+        array.add_line(indent="")
+        return array
+
+    def _reason(self, name: str) -> str:
+        return " ".join(self.reasons.get(name, "").split())
+
+
+def _parsed(data: bytes, source: str) -> Any:
+    """Return a file as a document of TOML, which keeps comments."""
+    import tomlkit
+
+    try:
+        return tomlkit.parse(data)
+    except ValueError as error:
+        raise PolicyFileError(
+            f"the policy file {source!r} is no TOML: {error}; accepted: a file that `ampx tune` wrote. Mend that line."
+        ) from error
 
 
 def _joined(entries: Sequence[str], more: Iterable[Any]) -> Iterable[Any]:
@@ -282,28 +323,24 @@ def _joined(entries: Sequence[str], more: Iterable[Any]) -> Iterable[Any]:
     return [*entries, *(entry for entry in more if not isinstance(entry, str) or entry not in entries)]
 
 
-def _quoted(text: str) -> str:
-    """Return a basic string of TOML."""
-    escapes = {'"': '\\"', "\\": "\\\\"}
-    shown_as = (escapes.get(c) or (c if ord(c) >= 32 and ord(c) != 127 else f"\\u{ord(c):04x}") for c in text)
-    return f'"{"".join(shown_as)}"'
-
-
 @dataclass(frozen=True)
 class Effective:
     """What a session really does, and why.
 
     Attributes:
         framework: Name of the framework.
-        device: Name of the device whose computation is cast.
+        device: Name of the device on which computation is cast.
         dtype: Compute dtype; None where mixed precision is off.
         level: Opt level.
         policy: Dtypes of parameters, computation and outputs.
         loss_scale: Default configuration for wrapped optimizers.
-        native: The device computes the dtype in hardware.
-        process_wide: Casting is on outside `autocast` regions too.
-        enabled: False: every call is transparent.
+        native: Whether the device computes the dtype in hardware.
+        process_wide: Whether casting is on outside `autocast` regions, too.
+        enabled: Whether calls do anything.
         reason: Why, in one sentence.
+
+    Example:
+        >>> print(amp.effective.dtype, amp.effective.reason)
     """
 
     framework: str

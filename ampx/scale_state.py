@@ -37,16 +37,19 @@ class LossScale:
         growth_factor: Factor on growth, at least 1.
         backoff_factor: Factor on overflow, in (0, 1].
         growth_interval: Finite steps in a row before growth.
-        hysteresis: Overflows in a row before backoff.
+        hysteresis: Overflows in a row until the scale backs off; 1 is at once.
         min_scale: The scale never goes below it.
         max_scale: The scale never goes above it.
-        dynamic: False keeps the scale for ever; non-finite steps are skipped all the same.
-        max_consecutive_skips: So many skipped steps in a row make a `ScaleCollapsed` event.
+        dynamic: False keeps the scale as it is; steps whose gradients are not finite are skipped all the same.
+        max_consecutive_skips: Skipped steps in a row that make a `ScaleCollapsed` event.
 
     All scales are float32 values; a factor is rounded to float32 when it is used.
 
     Raises:
         InvalidOptionError: A value is out of range.
+
+    Example:
+        >>> amp = ampx.init("torch", dtype="float16", loss_scale=ampx.LossScale(growth_interval=500))
     """
 
     init_scale: float = 2.0**16
@@ -138,12 +141,13 @@ def _choose(condition: Scalar, if_true: Scalar, if_false: Scalar) -> Scalar:
 def next_state(config: LossScale, state: LossScaleState, finite: Scalar, where: Where = _choose) -> LossScaleState:
     """Return the state after one counted step.
 
-    ```
-    finite:      growth_tracker += 1; consecutive_skips = 0; hysteresis refilled
-                 if growth_tracker >= growth_interval: scale = min(scale * growth_factor, max_scale); growth_tracker = 0
-    not finite:  growth_tracker = 0; consecutive_skips += 1; hysteresis_tracker -= 1
-                 if hysteresis_tracker <= 0: scale = max(scale * backoff_factor, min_scale); hysteresis refilled
-    ```
+    It moves by these rules::
+
+        finite:      growth_tracker += 1; consecutive_skips = 0; hysteresis refilled
+                     if growth_tracker >= growth_interval: scale = min(scale * growth_factor, max_scale)
+                                                           growth_tracker = 0
+        not finite:  growth_tracker = 0; consecutive_skips += 1; hysteresis_tracker -= 1
+                     if hysteresis_tracker <= 0: scale = max(scale * backoff_factor, min_scale); hysteresis refilled
 
     The product of two float32 numbers is exact in float64, so rounding it once gives what a device
     computes in float32: traces agree bit for bit.
@@ -158,7 +162,10 @@ def next_state(config: LossScale, state: LossScaleState, finite: Scalar, where: 
     Returns:
         The new state, of the same kinds of values.
 
-    Sync: none, unless `where` syncs.
+    Sync: where `where` does.
+
+    Example:
+        >>> state = ampx.next_state(ampx.LossScale(), ampx.LossScale().initial_state(), finite=False)
     """
     tracker = state.growth_tracker + 1
     growing = tracker >= config.growth_interval

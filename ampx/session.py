@@ -47,12 +47,18 @@ if TYPE_CHECKING:
 
 
 class Amp:
-    """Holds one framework's policy; every module-level function of ampx is a method of it.
-
-    A context manager: leaving it shuts the session down.
+    """The session of one framework, which `init` returns. As a context manager it is shut down when it is left.
 
     Attributes:
-        recipe: What started it, where that is an old recipe that ampx carries out, such as `"apex.amp"`; for reports.
+        effective: What was chosen, and why.
+        backend: The framework's backend.
+        recipe: The old recipe that started it, such as `"apex.amp"`, where one did; for reports.
+        meter_every: Steps between two measured updates of optimizers that are wrapped from now on; 0 measures none,
+            None leaves it to the backend.
+
+    Example:
+        >>> with ampx.init("torch", dtype="bfloat16") as amp:
+        ...     optimizer = amp.wrap_optimizer(optimizer)
     """
 
     recipe: str = ""
@@ -128,26 +134,7 @@ class Amp:
         max_grad_value: float | None = None,
         **options: Any,
     ) -> Any:
-        """Return an optimizer that unscales, checks, skips and keeps its own loss scale.
-
-        Args:
-            opt: An optimizer of the framework, or a list of them: a list shares one loss scale.
-            loss_scale: As in `init`; None for the session's.
-            max_grad_norm: Clip the unscaled gradients to this global L2 norm in every step.
-            max_grad_value: Clip every element of the unscaled gradients to ±this value, before the norm.
-            **options: What the backend accepts beyond (torch: `process_group`, `device_scale`, `fused`,
-                `capturable`; mxnet: `in_place`).
-
-        Returns:
-            The wrapped optimizer (or the list): the framework accepts it wherever it accepts the raw one.
-
-        Raises:
-            NotAnOptimizerError: It is no optimizer of this framework.
-            AlreadyWrappedError: It is wrapped already, or twice in the list.
-            LowPrecisionParametersError: It holds float16 or bfloat16 parameters without master weights.
-            InvalidOptionError: An option is unknown or has a value that is not accepted.
-            UnsupportedByBackendError: The backend does not clip gradients.
-        """
+        """As `ampx.wrap_optimizer`, for this session."""
         self._check_active()
         several = type(opt) in (list, tuple)  # an optimizer may be a named tuple
         optimizers = list(opt) if several else [opt]
@@ -228,26 +215,7 @@ class Amp:
         return GenericOptimizer(self.backend, opt, member, settings)
 
     def scale_loss(self, loss: LossT, opt: Any, *, loss_id: int = 0) -> ScaleLoss[LossT]:
-        """Return a region that yields the scaled loss, with casting off inside.
-
-        Args:
-            loss: Floating scalar tensor of any dtype, or a list, tuple or dict of such (same shape returned).
-            opt: The wrapped optimizer whose gradients this backward makes, or a list of them. Optimizers with
-                different scales are served by the smallest.
-            loss_id: Which of the optimizer's loss scales; every id has its own.
-
-        Returns:
-            A context manager yielding the loss in float32 times the loss scale.
-
-        Raises:
-            NotWrappedError: `opt` does not come from `wrap_optimizer`.
-            LossShapeError, LossDtypeError, DetachedLossError, AlreadyScaledError, NonFiniteLossError: The loss
-                is not a scalar, not floating, detached, scaled before, or NaN.
-            NestedScaleError: A body for the same optimizer is running.
-            ProtocolError: The gradients were unscaled and no step has come since.
-
-        Sync: none, unless `init(nan_loss="raise")` and the loss lives on an accelerator.
-        """
+        """As `ampx.scale_loss`, for this session."""
         if isinstance(opt, WrappedOptimizer):
             return ScaleLoss(self, loss, (opt.ampx_member.owner_of(opt),), loss_id)
         state = self.backend.state_handle(opt, "scale_loss")
@@ -267,52 +235,19 @@ class Amp:
         return [optimizer for optimizer in sessions.living_optimizers(self.framework) if id(optimizer) not in own]
 
     def unscale(self, opt: Any) -> None:
-        """Make the pending gradients of a wrapped optimizer true; idempotent until its next step.
-
-        Raises:
-            NotScaledError: No `scale_loss` came since the last step.
-
-        Sync: at most one.
-        """
+        """As `ampx.unscale`, for this session."""
         for handle in self._handles(opt, "unscale"):
             handle.ampx_unscale()
 
     def clip_grad_norm(self, opt: Any, max_norm: float) -> Any:
-        """Unscale if not done, clip the unscaled gradients by their global L2 norm.
-
-        Args:
-            opt: The wrapped optimizer.
-            max_norm: Largest norm that stays as it is; positive.
-
-        Returns:
-            The norm of the unscaled gradients before clipping, as the framework's scalar.
-
-        Raises:
-            NotScaledError: No `scale_loss` came since the last step.
-            UnsupportedByBackendError: The backend does not clip gradients.
-
-        Sync: at most one.
-        """
+        """As `ampx.clip_grad_norm`, for this session."""
         check_bound("max_norm", max_norm, optional=False)
         handle = self.handle(opt, "clip_grad_norm")
         check_clipping(self.backend)
         return handle.ampx_clip_grad_norm(float(max_norm))
 
     def gate(self, scheduler: Any, opt: Any) -> Gate:
-        """Return a scheduler, or an average of weights, that moves only when the optimizer's last step was applied.
-
-        Args:
-            scheduler: Anything with a method `step`, `update` or `update_parameters`. These do nothing after a
-                skipped step, and return whether they did something; all else is the object's.
-            opt: The wrapped optimizer, or a list of which all must have been applied. With optimizer state as
-                values: a function that gives the present state, or a list of such.
-
-        Raises:
-            InvalidOptionError: The object has none of these methods, or the list is empty.
-            NotWrappedError: `opt` is not a wrapped optimizer, or is a state and not a function that gives it.
-
-        Sync: one per step where the scale lives on the device, else none.
-        """
+        """As `ampx.gate`, for this session."""
         followed = opt if type(opt) in (list, tuple) else [opt]  # an optimizer may be a named tuple
         return Gate(scheduler, [self._follow(item) for item in followed])
 
@@ -332,19 +267,7 @@ class Amp:
     # -- casting --------------------------------------------------------------------------------------------------
 
     def prepare(self, model: Any, opt: Any = None) -> Any:
-        """Do to a model what the level needs (O2, O3) and resolve name patterns of the op lists.
-
-        Args:
-            model: The framework's model; changed in place where the framework can.
-            opt: Its optimizer, raw or wrapped; for O2 it then updates float32 master weights.
-
-        Returns:
-            The model, or (model, opt) where an optimizer was given.
-
-        Raises:
-            InvalidOptionError: The model or the optimizer is something else.
-            UnsupportedByBackendError: The backend has no such level.
-        """
+        """As `ampx.prepare`, for this session."""
         if self.casting is None:
             return model if opt is None else (model, opt)
         if model is None:
@@ -357,16 +280,7 @@ class Amp:
     def autocast(
         self, enabled: bool = True, dtype: types.DtypeName | types.DtypeObject | None = None
     ) -> annotate.Region:
-        """Return a region with casting on or off; nestable, exception safe, also a decorator.
-
-        Args:
-            enabled: False computes in float32 inside.
-            dtype: Compute dtype inside; the session's by default.
-
-        Raises:
-            InvalidOptionError: `enabled` is neither True nor False.
-            UnsupportedDtypeError: The device cannot compute in it.
-        """
+        """As `ampx.autocast`, for this session."""
         wanted = region_dtype(enabled, dtype)
         return annotate.Region(lambda: self.autocast_now(enabled, wanted))
 
@@ -406,95 +320,40 @@ class Amp:
         return None if self.casting is None else (self.backend, self.casting)
 
     def enter_thread(self) -> None:
-        """Switch process-wide casting on in the calling thread too; call it first thing in a new thread.
-
-        Frameworks keep the switch by thread. A thread pool takes it as `initializer=amp.enter_thread`. Nothing is
-        switched on where the session casts nothing, or was shut down.
-
-        Raises:
-            ProtocolError: Another session has replaced this one: the thread would compute unlike the others.
-        """
+        """As `ampx.enter_thread`, for this session."""
         if sessions.get(self.framework) is not None:
             self._check_active()
         if self.casting is not None and self.effective.process_wide:
             self.backend.enter_thread(self.casting)
 
     def float_function(self, function: annotate.Function) -> annotate.Function:
-        """Compute a function in float32: floating arguments are cast, casting is off inside."""
+        """As `ampx.float_function`, for this session."""
         return annotate.annotate(function, "float", lambda *_: self.casting_now)
 
     def half_function(self, function: annotate.Function) -> annotate.Function:
-        """Compute a function in the compute dtype: floating arguments are cast, casting is off inside."""
+        """As `ampx.half_function`, for this session."""
         return annotate.annotate(function, "half", lambda *_: self.casting_now)
 
     def promote_function(self, function: annotate.Function) -> annotate.Function:
-        """Compute a function in the widest dtype of its floating arguments, casting off inside."""
+        """As `ampx.promote_function`, for this session."""
         return annotate.annotate(function, "promote", lambda *_: self.casting_now)
 
     # -- what a step did; states and events -----------------------------------------------------------------------
 
     def last_step(self, opt: Any) -> StepResult | None:
-        """Return what the last step did; None before the first.
-
-        Args:
-            opt: A wrapped optimizer, or an optimizer state (or anything that holds one). Where the state is
-                traced, the fields are tensors, and before the first step `scale` is 0.
-
-        Raises:
-            NotWrappedError: It is neither.
-
-        Sync: where the scale lives on the device, unless traced.
-        """
+        """As `ampx.last_step`, for this session."""
         return self.handle(opt, "last_step").last_step
 
     def loss_scale(self, opt: Any) -> Any:
-        """Return the current loss scale.
-
-        Args:
-            opt: As in `last_step`.
-
-        Raises:
-            NotWrappedError: It is neither.
-
-        Sync: where the scale lives on the device, unless traced.
-        """
+        """As `ampx.loss_scale`, for this session."""
         return self.handle(opt, "loss_scale").loss_scale
 
     def meter(self, opt: Any) -> Any:
-        """Return what the last metered update did, one in a hundred, as `ampx.numerics.meter.Meter`.
-
-        Args:
-            opt: A wrapped optimizer, or an optimizer state outside traced code.
-
-        Returns:
-            The meter; None before the first such update, and where the backend does not meter. In JAX, and in functions
-            of TensorFlow, float32 parameters are metered only where `amp.meter_every = 100` was set before
-            `wrap_optimizer`: the smallest compiled steps would take more than 1 % longer.
-
-        Raises:
-            NotWrappedError: It is neither.
-            ProtocolError: The state is traced.
-
-        Sync: where the scale lives on the device.
-        """
+        """As `ampx.meter`, for this session."""
         return self.handle(opt, "meter").meter
 
     def observe(self, opt: Any) -> StepResult | None:
-        """Send the events of the last step that were not sent yet, and return its result.
-
-        An optimizer object sends its events by itself. A state that is a value cannot: its steps run in compiled
-        code, so events come when the host looks. Look after every step to see every event; of several steps since
-        the last look, only the last one's events are sent.
-
-        Args:
-            opt: A wrapped optimizer, or an optimizer state outside traced code.
-
-        Raises:
-            NotWrappedError: It is neither.
-            ProtocolError: The state is traced.
-
-        Sync: one.
-        """
+        """As `ampx.observe`, for this session."""
         return self.handle(opt, "observe").ampx_observe(self._sent)
 
     # -- for the rest of the session -----------------------------------------------------------------
@@ -531,34 +390,13 @@ class Amp:
         return [optimizer for reference in references if (optimizer := reference()) is not None]
 
     def state_dict(self, opt: Any = None) -> dict[str, Any]:
-        """Return the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
-
-        Args:
-            opt: Only that of this optimizer. With optimizer state as values: the state, which is required.
-
-        Sync: where the scale lives on the device.
-        """
+        """As `ampx.state_dict`, for this session."""
         state = self.backend.state_handle(opt, "state_dict")
         groups = self._groups_of(opt, "state_dict") if state is None else [state.ampx_group]
         return dump_session(self.effective.framework, groups)
 
     def load_state_dict(self, state: object, opt: Any = None) -> Any:
-        """Take over loss scales, before or after the first step; from any framework.
-
-        Args:
-            state: What `state_dict` or `ampx.import_state` gave.
-            opt: Only that of this optimizer; the state must then hold one. With optimizer state as values: the
-                optimizer state, which is required.
-
-        Returns:
-            `opt`; where optimizer state is a value, a new state that holds the loaded loss scale.
-
-        Raises:
-            UnknownSchemaError: The state is of another schema.
-            InvalidStateError: A value is missing or not acceptable, or the number of loss scales differs.
-
-        Sync: where the scale lives on the device.
-        """
+        """As `ampx.load_state_dict`, for this session."""
         if not self.effective.enabled:
             return opt
         handle = self.backend.state_handle(opt, "load_state_dict")
@@ -566,16 +404,7 @@ class Amp:
         return opt if handle is None else handle.ampx_reloaded()
 
     def on_event(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(event)` for every event of this session.
-
-        Returns:
-            A function that removes the listener again.
-
-        Raises:
-            InvalidOptionError: It cannot be called.
-
-        Sync: none; where the scale lives on the device, events come some steps late instead.
-        """
+        """As `ampx.on_event`, for this session."""
         if not callable(listener):
             raise InvalidOptionError(
                 f"on_event got the listener {listener!r}; accepted: a function of one event. Pass one."
@@ -762,35 +591,46 @@ def init(
     """Start mixed precision for one framework. A former session of the same framework is shut down first.
 
     Args:
-        framework: `"torch"` or any registered name; None for the only supported one already imported.
-        dtype: `"float16"`, `"bfloat16"`, or `"auto"`: float16 on an NVIDIA GPU with Tensor Cores, bfloat16 on
-            a CPU that computes it natively, else off with one warning.
-        level: `"O0"` float32, `"O1"` casting by op lists, `"O2"` low-precision parameters with float32 norms
-            and master weights (needs `prepare`), `"O3"` all low precision.
-        device: Whose computation is cast: `"auto"`, or a name such as `"cuda"` or `"cpu"`.
-        loss_scale: `"auto"`: dynamic for float16 at O1 and O2, else no scaling. Or `"dynamic"`, a positive
-            number (static), or a `LossScale`.
-        process_wide: Casting is on everywhere; False: only inside `autocast` regions.
+        framework: `"torch"`, `"tensorflow"`, `"jax"`, `"paddle"`, `"mxnet"`, or a name that a plugin registers; by
+            default the only one of these that is imported.
+        dtype: `"float16"`, `"bfloat16"`, or `"auto"`: float16 on an NVIDIA GPU with Tensor Cores, bfloat16 on a CPU
+            that has instructions for it, else off, with a warning.
+        level: `"O0"` float32; `"O1"` casts operations by the framework's lists; `"O2"` low-precision parameters, with
+            float32 norms and master weights (needs `prepare`); `"O3"` everything in low precision.
+        device: The device on which computation is cast: `"auto"`, or a name such as `"cuda"` or `"cpu"`.
+        loss_scale: `"auto"`: dynamic for float16 at O1 and O2, else no scaling. Or `"dynamic"`, a positive number
+            (static), or a `LossScale`.
+        process_wide: True casts everywhere; False only inside `autocast` regions.
         allow: Operations to compute in low precision beyond the framework's own list.
-        deny: Operations, modules or name patterns to compute in float32. With mixed precision off (O0, float32, or
-            nothing better on this device) everything is computed in float32 anyway; the entries are checked still.
-        on_unsupported: What to do when the device cannot compute the dtype: `"raise"`, or `"warn"` and fall
-            back to what it can.
-        nan_loss: A loss that is NaN before scaling: `"auto"` raises where looking is free (the loss is on the
-            host) and skips the step elsewhere; `"raise"` always looks; `"skip"` never does.
-        enabled: False makes every call transparent, so that a script need not change.
-        policy: A file that `ampx tune` wrote: it says `framework`, `dtype`, `level` and `loss_scale` where these have
-            their defaults here, and its lists come before `allow` and `deny`. Its `enabled = false` holds.
+        deny: Operations, modules or name patterns to compute in float32. Entries are checked even where nothing is
+            cast.
+        on_unsupported: Where the device cannot compute the dtype: `"raise"`, or `"warn"` and use what it can.
+        nan_loss: Where the loss is NaN before it is scaled: `"auto"` raises if the loss is on the host, where looking
+            is free, and else skips the step; `"raise"` always looks and raises; `"skip"` never looks.
+        enabled: False makes every call do nothing, so that a script need not change.
+        policy: A policy file, as `ampx tune` writes it. Its `framework`, `dtype`, `level` and `loss_scale` hold where
+            these arguments have their defaults; its lists come before `allow` and `deny`; its `enabled = false` always
+            holds.
 
     Returns:
         The session.
 
     Raises:
-        UnknownFrameworkError, AmbiguousFrameworkError, FrameworkNotInstalledError, BackendLoadError,
-        PluginError: There is no backend to use.
-        PolicyFileError: The policy file cannot be read, or is of another framework.
-        UnsupportedDtypeError, UnsupportedDeviceError, UnsupportedLevelError, UnsupportedByBackendError,
-        UnsupportedOpError, InvalidOptionError: An argument cannot be honoured.
+        UnknownFrameworkError: No plugin registers the framework.
+        AmbiguousFrameworkError: None is named, and none or several are imported.
+        FrameworkNotInstalledError: The framework cannot be imported.
+        BackendLoadError: The framework or its backend fails while it is imported.
+        PluginError: The plugin of the framework is broken.
+        PolicyFileError: The policy file cannot be read, or is for another framework.
+        UnsupportedDtypeError: The device cannot compute the dtype.
+        UnsupportedDeviceError: There is no such device here.
+        UnsupportedLevelError: There is no such level.
+        UnsupportedByBackendError: The backend does not have the level, or does not take lists.
+        UnsupportedOpError: An entry of `allow` or `deny` means nothing to the framework.
+        InvalidOptionError: Another argument has a value that is not accepted.
+
+    Example:
+        >>> amp = ampx.init("torch", dtype="bfloat16")
     """
     if policy is not None:
         file = PolicyFile.read(policy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-_EXTRAS = {"sklearn": "demo", "matplotlib": "demo", "numpy": "torch"}  # every other framework brings NumPy by itself
+_EXTRAS = {"sklearn": "demo", "matplotlib": "report", "numpy": "torch"}  # every other framework brings NumPy by itself
 
 
 def main() -> int:

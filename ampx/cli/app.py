@@ -6,16 +6,17 @@ import io
 import json
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
 from ampx.errors import InvalidOptionError
 from ampx.events import LOG_EVERY
+
+from .terminal import COLORS, Progress, terminal
 
 if TYPE_CHECKING:
     from ampx.run.command import RunRequest
@@ -25,23 +26,12 @@ _JSON = typer.Option("--json", help="Print JSON instead of tables.")
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], Any]]:
-    """Yield what shows what is done now: in place on a terminal, else a line each, so that a log is not silent.
-
-    A termination (SIGTERM) of the command meanwhile ends the script that it runs, too.
-    """
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True)
+def _progress() -> Iterator[Progress]:
+    """Yield what shows what is done now. A termination (SIGTERM) meanwhile ends the script that the command runs."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        if console.is_terminal:
-            with console.status("Starting …") as status:
-                yield lambda text: status.update(escape(text))
-        else:
-            began = time.monotonic()
-            yield lambda text: typer.echo(f"[{time.monotonic() - began:.0f} s] {text}", err=True)
+        with terminal.progress() as progress:
+            yield progress
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -66,7 +56,7 @@ def _write_report(report: Path | None, result: dict[str, Any], as_json: bool) ->
         with _written("--report", report):
             write(report, result)
         if not as_json:
-            typer.echo(f"Report: {report}")
+            terminal.remark(f"Report: {report}")
 
 
 class StartProgram(BaseException):
@@ -79,9 +69,11 @@ class StartProgram(BaseException):
 app = typer.Typer(
     help="One mixed-precision training API for every framework.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+# typer comes with click inside of it, or beside it, by its version.
+_UsageError: Final = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 
 def run() -> int:
@@ -94,7 +86,7 @@ def run() -> int:
     try:
         return _run()
     except AmpxError as error:
-        typer.secho(f"ampx: {error}", fg="red", err=True)
+        terminal.error(str(error))
         # One that `ampx demo` looked for by itself and did not find has no name.
         absent = isinstance(error, FrameworkNotInstalledError) and error.name is not None
         return 2 if absent or isinstance(error, (InvalidOptionError, UnknownFrameworkError)) else 1
@@ -105,13 +97,26 @@ def _run() -> int:
     # torch.distributed.launch puts its own argument first, before the command's name; it is meant for the script.
     if arguments[:1] and arguments[0].startswith(("--local-rank=", "--local_rank=")) and "run" in arguments[1:2]:
         launched, arguments = arguments[:1], arguments[1:]
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     try:
-        return int(app(arguments, obj=launched, standalone_mode=True) or 0)
+        return int(app(arguments, obj=launched, standalone_mode=False) or 0)
+    except _UsageError as error:
+        return _refuse(error)
     except StartProgram as start:
         request = start.request
     from ampx.run.command import run_to_the_end
 
     return run_to_the_end(request)  # here, so that no exception of the script has one of ours as its context
+
+
+def _refuse(error: Any) -> int:
+    """Say what is wrong with the options, in the style of all errors; return the exit code."""
+    if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help
+        message = error.format_message().rstrip(".")
+        where = "ampx" if error.ctx is None else error.ctx.command_path
+        terminal.error(f"{message}{'' if message[-1] == '?' else '.'} `{where} --help` lists what is accepted.")
+    return int(error.exit_code)
 
 
 def _show_version(wanted: bool) -> None:
@@ -124,11 +129,28 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Look at a machine, at the backends, and at a model that trains in mixed precision."""
+    from .settings import defaults
+
+    group: Any = context.command
+    context.default_map = defaults(group.commands, Path.cwd())
+
+
+def _color(name: str) -> str:
+    if name not in COLORS:
+        raise InvalidOptionError(f"--color {name!r} is no choice; accepted: {', '.join(COLORS)}. Pass one of these.")
+    terminal.colored = COLORS[name]
+    return name
+
+
+def _quiet(wanted: bool) -> bool:
+    terminal.quiet = wanted
+    return wanted
 
 
 def _spelled(dtype: str) -> str:
@@ -137,6 +159,9 @@ def _spelled(dtype: str) -> str:
     return spelled(dtype)
 
 
+# Every command has these two.
+_QUIET = typer.Option("-q", "--quiet", callback=_quiet, help="Print no progress and no remarks.")
+_COLOR = typer.Option(callback=_color, help="Colour: auto, always or never.")
 _DTYPE = typer.Option(help="As in ampx.init: auto, float16 or bfloat16.", callback=_spelled)
 _LEVEL = typer.Option(help="As in ampx.init.")
 _DEVICE = typer.Option(help="As in ampx.init.")
@@ -183,7 +208,12 @@ def run_script(
         ),
     ] = None,
     log_every: Annotated[int, typer.Option(min=1, help="Steps between two rows of --log.")] = LOG_EVERY,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON, on the standard error, instead of the summary.")
+    ] = False,
     stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Train an unedited script in mixed precision, and report what happened when it ends."""
     from ampx.run import RunSettings
@@ -195,7 +225,7 @@ def run_script(
     settings = RunSettings(dtype, level, device, replace_native, stand_ins_only)
     if policy is not None:
         settings = settings.by_policy(policy)
-    request = RunRequest(program, settings, framework, report, unchanged, tuple(log or ()), log_every)
+    request = RunRequest(program, settings, framework, report, unchanged, tuple(log or ()), log_every, as_json, quiet)
     raise StartProgram(request)
 
 
@@ -221,6 +251,8 @@ def compare(
     seed: Annotated[int, _SEED] = 0,
     is_module: Annotated[bool, _MODULE] = False,
     replace_native: Annotated[bool, _OWN] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Run an unedited script in float32 and in mixed precision, and say whether it is right and worth it."""
     from ampx.numerics import compare_script
@@ -271,6 +303,8 @@ def diagnose(
     seed: Annotated[int, _SEED] = 0,
     is_module: Annotated[bool, _MODULE] = False,
     replace_native: Annotated[bool, _OWN] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Run an unedited script until it fails, and say in which module and operation, why, and what to do."""
     from ampx.numerics.diagnose_script import diagnose_script
@@ -323,7 +357,7 @@ def tune(
     out: Annotated[Path, typer.Option("-o", "--out", dir_okay=False, help="The policy file to write.")] = Path(
         "ampx.toml"
     ),
-    force: Annotated[bool, typer.Option("--force", help="Replace the policy file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Measure a policy file that is there anew.")] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     repeats: Annotated[int, typer.Option(min=0, help="Rounds of timed runs; 0: no speed.")] = 3,
     report: Annotated[Path | None, _PAGE] = None,
@@ -332,6 +366,8 @@ def tune(
     device: Annotated[str, _DEVICE] = "auto",
     seed: Annotated[int, _SEED] = 0,
     is_module: Annotated[bool, _MODULE] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Find which modules of an unedited script stay in float32, by runs of it, and write a policy file."""
     from ampx.backend import MODULE
@@ -376,17 +412,27 @@ def tune(
             by_hand = f"amp = ampx.init(policy={str(out)!r})"
             if any(choice.entry.startswith(MODULE) for choice in policy.deny):
                 by_hand += " and model = amp.prepare(model) before wrap_optimizer"
-            typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or by {by_hand}.")
+            terminal.remark(f"Written: {out}; use it by ampx run --policy {out}, or by {by_hand}.")
     _write_report(report, result, as_json)
 
 
 @app.command()
 def lint(
-    paths: Annotated[list[Path] | None, _PATHS] = None,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="PATH", help="Files, and folders to search; - is the standard input. Default: .", show_default=False
+        ),
+    ] = None,
     select: Annotated[str, typer.Option(help="Only these rules: AMP101,AMP2; what codes begin with.")] = "",
     ignore: Annotated[str, typer.Option(help="Not these rules.")] = "",
-    style: Annotated[str, typer.Option("--format", help="text, json, github or sarif.")] = "text",
+    exclude: Annotated[str, typer.Option(help="Not these files and folders: patterns, such as 'tests/*'.")] = "",
+    fix: Annotated[bool, typer.Option("--fix", help="Fix what can be fixed safely; see the manual.")] = False,
+    style: Annotated[str, typer.Option("--output-format", "--format", help="text, json, github or sarif.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --output-format json.")] = False,
     explain: Annotated[str | None, typer.Option(help="Say what a rule is about.", show_default=False)] = None,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Find misuse of mixed precision in code, without running it.
 
@@ -396,7 +442,16 @@ def lint(
     """
     from . import lint_command
 
-    code = lint_command.run(paths or [], select=select, ignore=ignore, style=style, explain=explain, echo=typer.echo)
+    code = lint_command.run(
+        paths or [],
+        select=select,
+        ignore=ignore,
+        exclude=exclude,
+        style="json" if as_json else style,
+        explain=explain,
+        fix=fix,
+        echo=typer.echo,
+    )
     raise typer.Exit(code)
 
 
@@ -407,6 +462,8 @@ def migrate(
     write: Annotated[bool, typer.Option("--write", help="Make the changes.")] = False,
     check: Annotated[bool, typer.Option("--check", help="End with exit code 1 if a file would change.")] = False,
     as_json: Annotated[bool, _JSON] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Rewrite scripts that use apex.amp, torch.amp, MXNet's, Paddle's or TensorFlow's AMP into calls of ampx.
 
@@ -425,24 +482,24 @@ def doctor(
     framework: Annotated[str | None, _FRAMEWORK] = None,
     as_json: Annotated[bool, _JSON] = False,
     time_limit: Annotated[float, typer.Option(min=1, help="Seconds until an import counts as broken.")] = 120.0,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Print what this machine can do in mixed precision, and what is broken.
 
     The exit code is 0 if the framework (without one: any) can train in mixed
     precision here, else 1.
     """
-    from rich.console import Console
-
     from . import doctor as findings
 
-    with Console(stderr=True).status("Importing the frameworks, each in a process of its own …"):
+    with terminal.progress("Importing the frameworks, each in a process of its own …"):
         report = findings.examine(framework, time_limit)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
         from .render import print_doctor
 
-        print_doctor(Console(highlight=False), report)
+        print_doctor(terminal.console(), report)
     raise typer.Exit(0 if report["mixed_precision"] else 1)
 
 
@@ -450,13 +507,13 @@ def doctor(
 def backends(
     as_json: Annotated[bool, _JSON] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the README.")] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Show what each backend declares."""
-    from rich.console import Console
-
     from . import capability_table as table
 
-    with Console(stderr=True).status("Loading the backends, each in a process of its own …"):
+    with terminal.progress("Loading the backends, each in a process of its own …"):
         declared, broken = table.collect()
     if as_json:
         typer.echo(json.dumps(table.to_json(declared, broken), indent=2))
@@ -465,7 +522,7 @@ def backends(
     else:
         from .render import print_backends
 
-        print_backends(Console(highlight=False), declared, broken)
+        print_backends(terminal.console(), declared, broken)
 
 
 @app.command()
@@ -483,6 +540,8 @@ def demo(
         list[str] | None,
         typer.Option(help="Compare float32 with this dtype only; may be repeated.", show_default=False),
     ] = None,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Train a convolutional network on handwritten digits in float32 and in mixed precision."""
     from . import demo_command
@@ -499,7 +558,6 @@ def demo(
         framework = demo_command.find_framework(framework)
     import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
     import sklearn  # noqa: F401
-    from rich.console import Console
 
     demo_command.make_folder(out)
     if framework is None:
@@ -510,30 +568,27 @@ def demo(
     else:
         from .render import print_demo
 
-        print_demo(Console(highlight=False), results, notes)
+        print_demo(terminal.console(), results, notes)
     with _written("--out", out):
         demo_command.write(out, results)
     if not as_json:
-        typer.echo(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}")
+        terminal.remark(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}")
 
 
 def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
-    from rich.console import Console
-
     from . import demo_command as demo_all
 
-    with Console(stderr=True).status("Looking for frameworks …") as status:
-        outcomes = demo_all.train_everywhere(out, options, lambda name: status.update(f"Training with {name} …"))
+    with terminal.progress("Looking for frameworks …") as progress:
+        outcomes = demo_all.train_everywhere(out, options, lambda name: progress(f"Training with {name} …"))
     comparison = demo_all.write_comparison(out, outcomes)
     if as_json:
         typer.echo(json.dumps(comparison, indent=1))
     else:
         from .render import print_all
 
-        console = Console(highlight=False)
-        print_all(console, outcomes)
+        print_all(terminal.console(), outcomes)
         where = f"{out / 'comparison.png'}, and for each framework in a folder of its name"
-        console.print(f"Curves and loss scales: {where}; numbers: {out / 'comparison.json'}", soft_wrap=True)
+        terminal.remark(f"Curves and loss scales: {where}; numbers: {out / 'comparison.json'}")
     return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
 
 
@@ -543,12 +598,17 @@ def new_backend(
         str, typer.Argument(metavar="NAME", help="Name of the framework's module, such as mylib.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder in which the package's folder is made.")] = Path(),
+    as_json: Annotated[bool, _JSON] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Write the package of a backend for another framework, ready to be filled in."""
-    from rich.console import Console
-
-    from .new_backend import write_package
+    from .new_backend import SCHEMA, write_package
     from .render import print_new_backend
 
     folder, written = write_package(name, out)
-    print_new_backend(Console(highlight=False), name, folder, written)
+    if as_json:
+        files = [{"path": str(file.path), "purpose": file.purpose} for file in written]
+        typer.echo(json.dumps({"schema": SCHEMA, "folder": str(folder), "files": files}, indent=2))
+    elif not terminal.quiet:
+        print_new_backend(terminal.console(), name, folder, written)

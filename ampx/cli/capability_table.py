@@ -20,7 +20,25 @@ FACTS: Final[dict[str, tuple[str, ...]]] = {
     "paddle": ("closures", "sparse", "distributed"),
     "jax": ("distributed", "device scale", "traceable", "state values"),
 }
-HEADINGS = ("framework", "devices", "dtypes", "levels", "gradients", "casting", "beyond these")
+HEADINGS = ("framework", "devices", "dtypes", "levels", "what you get")
+# What a reader gets of each ability.
+WORDS: Final[dict[str, str]] = {
+    "op_lists": "your own lists of operations",
+    "clipping": "clipping",
+    "per_loss_scales": "a loss scale for each loss",
+    "vector_losses": "losses of any shape",
+    "sees_backward": "an error where `backward` misses the loss scale",
+    "closures": "closures, as for LBFGS",
+    "sparse": "sparse gradients",
+    "distributed": "several processes",
+    "device scale": "steps that do not wait for the GPU",
+    "traceable": "compiled whole steps",
+    "state values": "the loss scale inside the optimizer state",
+    "probe": "`compare`, `diagnose`, `tune`",
+    "converter": "conversion for inference",
+    "automation": "`ampx run`",
+    "demo": "`ampx demo`",
+}
 
 
 @dataclass(frozen=True)
@@ -74,20 +92,18 @@ def _declared(registration: dict[str, Any], time_limit: float) -> Declared:
 
 
 def cells(backend: Declared) -> tuple[str, ...]:
-    """Return one framework's row: a column for each choice, and the declared abilities together in the last."""
+    """Return one framework's row: a column for each choice, and what else a reader gets in the last."""
     declared = backend.capabilities
     if declared is None:
         return (backend.framework, f"unavailable ({backend.problem})", *[""] * (len(HEADINGS) - 2))
-    abilities = [name.replace("_", " ") for name, value in declared.items() if value is True]
-    abilities += [*backend.facts, *backend.offers]
+    abilities = [name for name, value in declared.items() if value is True]
+    words = [WORDS.get(ability, ability) for ability in (*abilities, *backend.facts, *backend.offers)]
     return (
         backend.framework,
         ", ".join(declared["devices"]),
         ", ".join(declared["dtypes"]) or "none",
         ", ".join(declared["levels"]),
-        declared["gradients"],
-        declared["autocast"],
-        ", ".join(abilities) or "nothing",
+        ", ".join(words) or "nothing more",
     )
 
 

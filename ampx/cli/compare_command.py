@@ -23,12 +23,13 @@ from ampx.numerics.report import (
 )
 
 from .render import make_table
+from .terminal import terminal
 
 
 def wide_console() -> Console:
     """Return a console that does not squeeze a table which goes into a file."""
     narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if narrow else 140)
+    return terminal.console(width=None if narrow else 140)
 
 
 def print_comparison(console: Console, report: Mapping[str, Any]) -> None:

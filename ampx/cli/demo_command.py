@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import ampx
@@ -32,6 +32,7 @@ from .demo import (
 )
 from .frameworks import KNOWN, Framework, find_frameworks
 from .probe import probe
+from .terminal import terminal
 
 
 def find_framework(name: str | None) -> str:
@@ -68,10 +69,11 @@ def make_folder(folder: Path) -> None:
     """Make the folder for the results, before anything is computed for it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise InvalidOptionError(
-            f"--out {str(folder)!r} cannot be made: {error.strerror}; accepted: a folder that you may write to. "
-            f"Pass another."
+            f"--out {str(folder)!r} cannot be made or written: {error.strerror}; accepted: a folder that you may write "
+            f"to. Pass another."
         ) from error
 
 
@@ -97,8 +99,9 @@ def train(
     Sync: as the backend's trainer.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True, highlight=False)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    console = terminal.console(stderr=True)
+    shown = console.is_terminal and not terminal.quiet
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         opening = progress.add_task(f"importing {framework} …", total=None)
         backend = default_registry().load(framework)
         trainer = offer(backend, Demo)
@@ -108,7 +111,7 @@ def train(
         progress.remove_task(opening)
 
         def start(run: Run) -> Callable[[], None]:
-            if not console.is_terminal:
+            if not (shown or terminal.quiet):
                 console.print(f"training in {run.label}, seed {run.seed} …")
             steps = run.epochs * (len(data.train_images) // run.batch_size)
             task = progress.add_task(f"{run.label}, seed {run.seed}", total=steps)

@@ -14,6 +14,8 @@ from ampx.migrate import files
 from ampx.migrate.report import FileReport, exit_code
 from ampx.syntax.files import find
 
+from .terminal import terminal
+
 SCHEMA = "ampx.migrate/1"
 
 
@@ -46,15 +48,13 @@ def _changed(reports: Sequence[FileReport]) -> list[FileReport]:
 
 def _examine(paths: Sequence[Path]) -> list[FileReport]:
     """Look at the files; on a terminal a bar shows how far it is."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True, highlight=False)
+    console = terminal.console(stderr=True)
+    shown = console.is_terminal and not terminal.quiet
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     # No thread draws it: processes are started meanwhile.
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
-    ) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not shown, auto_refresh=False) as bar:
         task = bar.add_task("Looking for files", total=None)
 
         def tell(name: str, done: int, total: int) -> None:
@@ -83,6 +83,8 @@ def _lines(reports: Sequence[FileReport], wrote: bool) -> list[str]:
     ]
     changed = _changed(reports)
     lines += [f"{report.path}: {'migrated' if wrote else 'can be migrated'}" for report in changed]
+    if terminal.quiet:
+        return lines
     todos = sum(finding.kind == "todo" for _, finding in findings)
     statuses = Counter(report.status for report in reports)
     parts = [

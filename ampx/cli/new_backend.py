@@ -15,6 +15,7 @@ from typing import Final
 from ampx.errors import InvalidOptionError
 from ampx.plugins import default_registry
 
+SCHEMA: Final = "ampx.new-backend/1"
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 

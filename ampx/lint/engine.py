@@ -35,17 +35,23 @@ class Findings:
         rules: What was looked for.
         files: How many files were looked at.
         problems: Sorted by file and line.
-        unreadable: Files that could not be read, with the reason.
+        unreadable: Files that could not be read, or not be written, with the reason.
+        data: What was read of the files that can be fixed.
+        fixed: How many problems were fixed, which are none any more.
     """
 
     rules: Sequence[Rule]
     files: int
     problems: list[Problem] = field(default_factory=list)
     unreadable: dict[Path, str] = field(default_factory=dict)
+    data: dict[Path, bytes] = field(default_factory=dict)
+    fixed: int = 0
 
 
-def selected(select: Iterable[str], ignore: Iterable[str]) -> tuple[Rule, ...]:
+def selected(select: Iterable[str] = (), ignore: Iterable[str] = (), fix: bool = False) -> tuple[Rule, ...]:
     """Return the rules that two lists of codes, or of beginnings of codes, leave.
+
+    Those that are not looked for by default need a list that names them, or `fix`.
 
     Raises:
         InvalidOptionError: Something is no code of a rule.
@@ -57,22 +63,25 @@ def selected(select: Iterable[str], ignore: Iterable[str]) -> tuple[Rule, ...]:
                 f"{code!r} is no rule; accepted: {', '.join(BY_CODE)}, and what they begin with. Pass one, or some "
                 f"with commas between."
             )
-    return tuple(
-        rule
-        for rule in RULES
-        if (not chosen or rule.code.startswith(tuple(chosen))) and not rule.code.startswith(tuple(left_out))
-    )
+    return tuple(rule for rule in RULES if _is_chosen(rule, chosen, fix) and not rule.code.startswith(tuple(left_out)))
 
 
-def lint(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> Findings:
-    """Return what rules find in files. Never raises for what is in them."""
-    findings = Findings(rules, len(paths))
-    data: dict[Path, bytes] = {}
-    for path in paths:
-        try:
-            data[path] = path.read_bytes()
-        except OSError as error:
-            findings.unreadable[path] = f"cannot be read: {error.strerror or error}"
+def _is_chosen(rule: Rule, chosen: Sequence[str], fix: bool) -> bool:
+    if rule.code in chosen:
+        return True
+    return (rule.default or fix) and (not chosen or rule.code.startswith(tuple(chosen)))
+
+
+def lint(
+    paths: Sequence[Path], rules: Sequence[Rule] | None = None, texts: Mapping[Path, bytes] | None = None
+) -> Findings:
+    """Return what rules, or those looked for by default, find in files. Never raises for what is in them.
+
+    `texts` are further files that have been read, by the names under which they are told.
+    """
+    rules = selected() if rules is None else rules
+    findings = Findings(rules, len(paths) + len(texts or {}))
+    data = {**(texts or {}), **_read(paths, findings)}
     codes = frozenset(rule.code for rule in rules)
     float16 = _used_in_float16(data)
 
@@ -86,7 +95,19 @@ def lint(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> Findings:
         if reason:
             findings.unreadable[path] = reason
     findings.problems.sort()
+    findings.data = {problem.path: data[problem.path] for problem in findings.problems if problem.fix}
     return findings
+
+
+def _read(paths: Sequence[Path], findings: Findings) -> dict[Path, bytes]:
+    """Return what is in files, and note those that cannot be read."""
+    data = {}
+    for path in paths:
+        try:
+            data[path] = path.read_bytes()
+        except OSError as error:
+            findings.unreadable[path] = f"cannot be read: {error.strerror or error}"
+    return data
 
 
 def _used_in_float16(data: Mapping[Path, bytes]) -> set[Path]:
@@ -121,12 +142,12 @@ def _check(task: _Task) -> tuple[Path, list[Problem], str]:
 def _problems(script: Script, rule: Rule) -> Iterable[Problem]:
     seen = set()
     lines = script.source.text.splitlines()
-    for node, what in rule.check(script):
+    for node, what, *fix in rule.check(script):
         place = located(node)
         line, column = place.lineno, place.col_offset + 1
         if (line, column) not in seen and not _is_opted_out(rule.code, lines[line - 1], lines[place.end_lineno - 1]):
             seen.add((line, column))
-            yield Problem(script.source.path, line, column, rule.code, what, place.end_lineno)
+            yield Problem(script.source.path, line, column, rule.code, what, place.end_lineno, *fix)
 
 
 def _is_opted_out(code: str, *lines: str) -> bool:

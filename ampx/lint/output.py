@@ -16,13 +16,22 @@ SCHEMA: Final = "ampx.lint/1"
 
 
 def text(findings: Findings) -> str:
-    """Return a line for each problem, and a last one that sums them up."""
+    """Return a line for each problem, and for each file that was not read."""
     lines = [f"{problem.path}:{problem.line}:{problem.column}: {_message(problem)}" for problem in findings.problems]
-    lines += [f"{path}: {reason}" for path, reason in findings.unreadable.items()]
+    return "\n".join([*lines, *(f"{path}: {reason}" for path, reason in findings.unreadable.items())])
+
+
+def summary(findings: Findings) -> str:
+    """Return what sums the lines up, and what to do next."""
     count, files = len(findings.problems), findings.files
     unread = len(findings.unreadable)
     missing = f"; {unread} {_plural(unread, 'file')} could not be read" if unread else ""
-    lines.append(f"{count} {_plural(count, 'problem')} in {files - unread} {_plural(files - unread, 'file')}{missing}.")
+    fixed = f", {findings.fixed} fixed" if findings.fixed else ""
+    lines = [
+        f"{count} {_plural(count, 'problem')} in {files - unread} {_plural(files - unread, 'file')}{fixed}{missing}."
+    ]
+    if fixable := sum(bool(problem.fix) for problem in findings.problems):
+        lines.append(f"`ampx lint --fix` fixes {fixable} of them.")
     if count:
         lines.append(f"`ampx lint --explain {findings.problems[0].code}` says why, and what to do.")
     return "\n".join(lines)
@@ -34,8 +43,14 @@ def as_json(findings: Findings) -> str:
         {
             "schema": SCHEMA,
             "files": findings.files,
+            "fixed": findings.fixed,
             "problems": [
-                {**vars(problem), "path": problem.path.as_posix(), "severity": BY_CODE[problem.code].severity}
+                {
+                    **vars(problem),
+                    "path": problem.path.as_posix(),
+                    "severity": BY_CODE[problem.code].severity,
+                    "fix": bool(problem.fix),
+                }
                 for problem in findings.problems
             ],
             "unreadable": {path.as_posix(): reason for path, reason in findings.unreadable.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import ast
@@ -14,8 +14,18 @@ if TYPE_CHECKING:
 
 # error: what is computed is wrong, or an error is raised. warning: it is wrong for some values, devices or steps.
 Severity: TypeAlias = Literal["error", "warning"]
-# Where it is, and what is wrong there.
-Place: TypeAlias = "tuple[ast.AST, str]"
+
+
+class Edit(NamedTuple):
+    """A piece of a file's text, and what takes its place."""
+
+    start: int
+    end: int
+    text: str
+
+
+# Where it is, what is wrong there, and, where that is safe, what mends it.
+Place: TypeAlias = "tuple[ast.AST, str] | tuple[ast.AST, str, tuple[Edit, ...]]"
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class Rule:
         why: What goes wrong, in a sentence or two.
         advice: What to do.
         check: Yields the places in a file.
+        default: Whether it is looked for without being asked for.
     """
 
     code: str
@@ -37,6 +48,7 @@ class Rule:
     why: str
     advice: str
     check: Callable[[Script], Iterator[Place]]
+    default: bool = True
 
 
 @dataclass(frozen=True, order=True)
@@ -50,6 +62,7 @@ class Problem:
         code: The code of the rule.
         what: What is wrong here.
         end_line: The last line of the code that is meant.
+        fix: What `--fix` does about it; empty where a human must.
     """
 
     path: Path
@@ -58,3 +71,4 @@ class Problem:
     code: str
     what: str
     end_line: int
+    fix: tuple[Edit, ...] = ()

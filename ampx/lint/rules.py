@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import casting, scaling, values
+from . import casting, deprecated, scaling, values
 from .problem import Rule
 
 RULES: Final = (
@@ -130,6 +130,15 @@ RULES: Final = (
         casting.softmax_in_float16,
     ),
     Rule(
+        "AMP205",
+        "deprecated name of torch.amp",
+        "warning",
+        "torch.cuda.amp and torch.cpu.amp are deprecated since PyTorch 2.4, and warn when they are called.",
+        'Take the names from torch.amp, with the device: torch.amp.autocast("cuda"), torch.amp.GradScaler("cuda").',
+        deprecated.old_names,
+        default=False,
+    ),
+    Rule(
         "AMP301",
         "low-precision weights without float32 copies",
         "warning",
@@ -154,6 +163,15 @@ RULES: Final = (
         "The least float16 is 6e-8. An epsilon of 1e-8 is 0 there, and guards no division and no logarithm.",
         "Use 1e-6 or more, or compute this in float32.",
         values.rounds_to_0,
+    ),
+    Rule(
+        "AMP304",
+        "squares, roots and logarithms of float16",
+        "warning",
+        "The square of 256 is infinite in float16, that of 1.7e-4 is 0, and so is a probability of 3e-8, whose "
+        "logarithm is infinite. A region computes these in float32; a cast by hand does not.",
+        "Cast to float32 before them and back after them, or leave casting to a region.",
+        values.of_half,
     ),
 )
 BY_CODE: Final = {rule.code: rule for rule in RULES}

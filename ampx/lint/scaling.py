@@ -9,10 +9,15 @@ from typing import Final
 
 from ampx.syntax.program import called_name, constant, dotted, receiver
 
-from .problem import Place
+from .problem import Edit, Place
 from .script import SCALERS, Event, Kind, Script, dtype_of
 
 _AVERAGES: Final = {"ema", "model_ema", "ema_model", "ema_net", "net_ema", "swa_model", "averaged_model"}
+# What code looks at that moves something only where the step was applied; `multi_scale` is about images.
+_OF_SKIPS: Final = re.compile(
+    r"get_scale|get_loss_scaling|\._scale\b|loss_scale|(old|prev|previous|last|new)_scale|skipped|overflow|found_inf"
+    r"|gate\(|applied"
+)
 _OPTIMIZER: Final = re.compile(r"optim|(^|[._])opt", flags=re.I)
 # Libraries that scale the loss, or move a schedule, somewhere else.
 _ELSEWHERE: Final = re.compile(r"GradScaler|[Ss]caler|scale_loss|accelerat|deepspeed|[Ff]abric|[Ll]ightning|ampx|apex")
@@ -46,7 +51,39 @@ def _clipped(script: Script, events: Sequence[Event], clip: Event, scaled: Event
             clip.node,
             f"`{name}` bounds gradients that still carry the loss scale of `{scaler}`; call "
             f"`{scaler}.unscale_(optimizer)` before it",
+            _unscaled_first(script, events, clip, steps),
         )
+
+
+def _unscaled_first(script: Script, events: Sequence[Event], clip: Event, steps: Sequence[Event]) -> tuple[Edit, ...]:
+    """Return a line before a clip that unscales the optimizer's gradients; nothing where it is not shown to be that.
+
+    One optimizer is stepped, wherever the clip is reached and nowhere else, and both have the same model's parameters.
+    """
+    statement = script.program.statement(clip.node)
+    start, _ = script.source.span(statement)
+    line = script.source.line_start(start)
+    indentation = script.source.text[line:start]
+    if len(steps) != 1 or _of_kind(events, "unscale") or indentation.strip():
+        return ()
+    step = steps[0]
+    always = script.implies(step.node, clip.node) and script.implies(clip.node, step.node)
+    if not (always and step.subject and _is_of_same_model(script, step, clip)):
+        return ()
+    return (Edit(line, line, f"{indentation}{step.scaler}.unscale_({step.subject}){script.source.newline}"),)
+
+
+def _is_of_same_model(script: Script, step: Event, clip: Event) -> bool:
+    """Return whether an optimizer that is stepped was made with the parameters that are clipped."""
+    makers = script.makers(step.node.args[0])
+    model = _parameters(clip.node)
+    return model is not None and [_parameters(maker) for maker in makers if script.is_optimizer(maker)] == [model]
+
+
+def _parameters(call: ast.Call) -> str | None:
+    """Return the text of `model` where a call is given `model.parameters()` first."""
+    first = next(iter(call.args), None)
+    return dotted(receiver(first)) if called_name(first) == "parameters" else None
 
 
 def _shares(script: Script, clip: Event, scaled: Event) -> bool:
@@ -151,7 +188,7 @@ def moved_on_skipped_steps(script: Script) -> Iterator[Place]:
     for function, events in script.events.items():
         steps = [event for event in _of_kind(events, "step") if script.program.loops(event.node)]
         for call in script.calls_in(function) if steps else ():
-            if not any(script.same_pass(call, step.node) and script.is_before(step.node, call) for step in steps):
+            if not any(script.same_pass(call, step.node) and script.comes_before(step.node, call) for step in steps):
                 continue
             what = _moves(script, call)
             if what and not _knows_of_skips(script, function):
@@ -182,9 +219,8 @@ def _is_schedule(made_by: Set[str]) -> bool:
 
 def _knows_of_skips(script: Script, function: ast.AST) -> bool:
     """Return whether a function looks at what the step did."""
-    words = re.compile(r"get_scale|get_loss_scaling|_scale\b|skipped|overflow|found_inf|gate\(|applied")
     text = script.source.text if isinstance(function, ast.Module) else script.program.code(function)
-    return words.search(text) is not None
+    return _OF_SKIPS.search(text) is not None
 
 
 def float16_without_scaling(script: Script) -> Iterator[Place]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from ampx.syntax.program import called_name, dotted, receiver
+from ampx.syntax.program import called_name, dotted, keywords, receiver
 
 from .problem import Place
 from .script import Script, dtype_of, number
@@ -25,6 +25,15 @@ _PRODUCTS: Final = {
 }
 _KEEP: Final = {"sigmoid", "tanh", "relu", "abs", "max", "amax", "clamp", "transpose", "view", "reshape", "squeeze"}
 _WHERE: Final = {"torch.where", "paddle.where", "jax.numpy.where", "tensorflow.where", "mxnet.nd.where"}
+# What computes in the dtype of its operand, where no region is around it.
+_IN_ITS_DTYPE: Final = _KEEP | {
+    *("exp", "log", "mean", "norm", "pow", "rsqrt", "softmax", "softplus", "sqrt", "square", "std", "sum", "var")
+}
+_SQUARES: Final = "squares from 256 on are infinite and those of 1.7e-4 and less are 0"
+_LOST: Final = {
+    **dict.fromkeys(("log", "log2", "log10"), "what is below 3e-8 is 0 and its logarithm infinite"),
+    "rsqrt": "what is below 3e-8 is 0 and its root divides by that",
+}
 _TREE_MAPS: Final = {"jax.tree.map", "jax.tree_map", "jax.tree_util.tree_map"}
 _LOW: Final = ("float16", "bfloat16")
 _FLOATX: Final = {"set_floatx", "set_dtype_policy", "set_global_policy"}
@@ -229,7 +238,9 @@ def rounds_to_0(script: Script) -> Iterator[Place]:
             continue
         for side, other in ((total.left, total.right), (total.right, total.left)):
             value = number(side)
-            if value is not None and 0 < value <= _ROUNDS_TO_0 and _is_low(script, other, total, 3):
+            if value is None or not 0 < value <= _ROUNDS_TO_0:
+                continue
+            if _is_low(script, other, total, 3) or _is_half(script, other):
                 yield (
                     total,
                     f"{script.program.code(side)} is 0 in float16, whose least number is 6e-8, and so guards nothing "
@@ -274,3 +285,91 @@ def _casts_by_hand(call: ast.Call) -> bool:
 def _is_cast(script: Script, node: ast.AST) -> bool:
     region = script.region(node)
     return region is not None and region.enabled and region.dtype == "float16"
+
+
+# -- what was cast by hand -------------------------------------------------------------------------
+
+
+def of_half(script: Script) -> Iterator[Place]:
+    """Squares, logarithms and reciprocal roots of values that were cast to float16 by hand."""
+    if not any(map(_casts_by_hand, script.calls)):
+        return
+    operations: list[ast.expr] = [*script.program.every(ast.BinOp), *script.calls]
+    for node in operations:
+        what = _loses(script, node)
+        if what and not _is_float32(script, node, None):
+            yield node, f"`{script.program.code(node)}` is computed in float16, where {what}; compute this in float32"
+
+
+def _loses(script: Script, node: ast.expr) -> str:
+    """Return what an operation loses whose operand is float16 by hand; "" for any other."""
+    square = _squared(script, node)
+    if square is not None:
+        return _SQUARES if _is_half(script, square) else ""
+    operand = _operand(script, node) if isinstance(node, ast.Call) and called_name(node) in _LOST else None
+    guarded = isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Add)  # by an epsilon; AMP303 looks at those
+    return "" if operand is None or guarded or not _is_half(script, operand) else _LOST[called_name(node)]
+
+
+def _squared(script: Script, node: ast.expr) -> ast.expr | None:
+    """Return `x` of `x ** 2`, `x * x`, `x.pow(2)`, `torch.square(x)` and the like; None for anything else."""
+    match node:
+        case ast.BinOp(op=ast.Pow(), left=operand, right=ast.Constant(value=2)):
+            return operand
+        case ast.BinOp(op=ast.Mult(), left=operand, right=other) if ast.dump(operand) == ast.dump(other):
+            return operand
+        case ast.Call() if called_name(node) == "square":
+            return _operand(script, node)
+        case ast.Call(args=[*_, ast.Constant(value=2)]) if called_name(node) == "pow":
+            return _operand(script, node)
+    return None
+
+
+def _operand(script: Script, call: ast.Call) -> ast.expr | None:
+    """Return what a function or a method computes of: `x` in `torch.log(x)` and in `x.log()`."""
+    owner = receiver(call)
+    if owner is None or script.names(owner):  # a function, of a module
+        return next(iter(call.args), None)
+    return owner
+
+
+def _is_half(script: Script, node: ast.AST) -> bool:
+    """Return whether an expression is float16 by the text: cast by hand, and no region or float32 has a say in it."""
+    region = script.region(node)
+    return (region is None or not region.enabled) and _keeps_half(script, node)
+
+
+def _keeps_half(script: Script, node: ast.AST) -> bool:
+    match node:
+        case ast.Name():
+            value = _surely_assigned(script, node)
+            return value is not None and _is_half(script, value)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _is_half(script, operand)
+        case ast.BinOp(left=left, right=right):
+            sides = [side for side in (left, right) if number(side) is None]
+            return bool(sides) and all(_is_half(script, side) for side in sides)
+        case ast.Call():
+            return _casts_by_hand(node) or _computes_in_half(script, node)
+    return False
+
+
+def _computes_in_half(script: Script, call: ast.Call) -> bool:
+    """Return whether a call computes in the dtype of its operand, and that is float16."""
+    if called_name(call) not in _IN_ITS_DTYPE or "dtype" in keywords(call):
+        return False
+    operand = _operand(script, call)
+    return operand is not None and _is_half(script, operand)
+
+
+def _surely_assigned(script: Script, name: ast.Name) -> ast.expr | None:
+    """Return what a name holds for sure; None where a branch, a loop or something else than `=` has a say in it."""
+    bindings = script.flow.bindings_at(script.flow.place(name))
+    before = [binding for binding in bindings if script.is_before(binding.node, name)]
+    last = max(before, key=lambda binding: script.program.order(binding.node), default=None)
+    if last is None or last.statement is None or not _always_comes_before(script, last.statement, name):
+        return None
+    loops = script.program.loops(name)
+    again = any(loop in loops for loop in script.program.loops(last.statement))  # it is bound in every pass
+    may_change = len(before) < len(bindings) and loops and not again
+    return None if may_change or last.statement is script.program.statement(name) else last.value

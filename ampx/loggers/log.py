@@ -39,7 +39,7 @@ class _Written:
 class Log:
     """Writes what steps report to a target, until it is closed; a context manager.
 
-    A plugin: events come through the hook `ampx_event`.
+    Events come to it through the hook `ampx_event`.
 
     Attributes:
         every: Every so many steps of a loss scale a row is written.
@@ -129,10 +129,10 @@ class Log:
         return values if event.grad_norm is None else {**values, "grad_norm": event.grad_norm}
 
     def observe(self, *opts: Any) -> None:
-        """Look at optimizer states; for steps that run where Python does not, once a step.
+        """Look at optimizer states, once a step, where steps run without Python; in every `every`-th call they are read.
 
-        In JAX the optimizer state is a value, and nobody but the script has it; and a CUDA graph replays steps of
-        PyTorch without Python. Elsewhere rows come by themselves, and this does nothing more.
+        That is in JAX, where only the script has the optimizer state, and in PyTorch where a CUDA graph replays steps.
+        Elsewhere rows come by themselves.
 
         Args:
             *opts: The optimizer states, or wrapped optimizers, of this step.
@@ -188,16 +188,19 @@ def log_to(target: Any, every: int = LOG_EVERY, *, framework: str | None = None)
             `log_metrics`; or a plugin with the hook `ampx_event`.
         every: Every so many steps of a loss scale a row is written. A change of the scale, and what the meter sees,
             are written when they come.
-        framework: Whose steps; by default those of the only session.
+        framework: The framework whose steps are meant; by default that of the only session.
 
     Returns:
-        What `close` ends, or leaving its block, the end of the session, or the end of the process.
+        A log. It ends when it is closed, when its block is left, or with the process.
 
     Raises:
         NotInitializedError: There is no session, or there are several and `framework` names none.
         InvalidOptionError: The target is not understood, its package is missing, or `every` is no number of steps.
 
     Sync: where the scale lives on the device, one when it starts, and one every `every` steps.
+
+    Example:
+        >>> log = ampx.log_to("run.jsonl", every=10)
     """
     session = sessions.only("log_to", framework)
     log = Log(target, every, session.framework)

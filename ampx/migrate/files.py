@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
+from ampx.syntax.files import replace
 from ampx.syntax.processes import on_all_processors
 from ampx.syntax.program import Modules, beside, import_graph
 
@@ -127,20 +126,7 @@ def _rewrite(files: Sequence[File]) -> list[FileReport]:
 def write(report: FileReport) -> None:
     """Put a rewritten file in place of the old one in one step, with its mode; a failure is noted in the report."""
     try:
-        mode = stat.S_IMODE(report.path.stat().st_mode)
-        if report.path.is_symlink() or report.path.read_bytes() != report.before:
-            raise OSError("it has changed since it was read")
-        handle, name = tempfile.mkstemp(prefix=f".{report.path.name}.", dir=report.path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(report.after)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, mode)
-            os.replace(name, report.path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        replace(report.path, report.before, report.after)
     except OSError as error:
         _failed(report, "cannot be written", error)
 

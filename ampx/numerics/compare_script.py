@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Final
 
 from ampx.errors import InvalidOptionError, TrialError
@@ -39,7 +40,7 @@ _COLUMNS: Final = 6  # watched steps
 _SAMPLES: Final = 256
 
 Runner = Callable[[Trial], Outcome]
-Progress = Callable[[str], Any]
+Progress = Callable[[str, int | None], Any]
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ def compare_script(
     seed: int = 0,
     sweep: Sweep | None = None,
     run: Runner = run_trial,
-    progress: Progress = lambda text: None,
+    progress: Progress = lambda text, left: None,
 ) -> dict[str, Any]:
-    """Return the report, whose layout docs/reference/cli.md tells.
+    """Return the report, whose layout docs/reference/json.md tells.
 
     Args:
         program: The script.
@@ -120,7 +121,7 @@ def compare_script(
         seed: What random numbers start from.
         sweep: Repeat the timing for each of these values.
         run: Runs a trial.
-        progress: Is called with what is done now.
+        progress: Is called with what is done now, and how many runs are left, this one included; None for no run.
 
     Raises:
         InvalidOptionError: The steps are too few for a sweep.
@@ -131,18 +132,26 @@ def compare_script(
     warm_up = warm_up_of(steps, 10)
     if not warm_up:
         _check_steps(steps, sweep)
-        progress(f"{steps} steps are too few to time (--steps {TIMED_STEPS} or more is timed): every dtype runs once …")
+        progress(
+            f"{steps} steps are too few to time (--steps {TIMED_STEPS} or more is timed): every dtype runs once …", None
+        )
         repeats = 1
+    values = () if sweep is None else sweep.values
+    left = count((1 + len(dtypes)) * (repeats * (1 + len(values)) + 1), -1)
+
+    def say(text: str) -> None:
+        progress(text, max(1, next(left)))  # "auto" may become several dtypes
+
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
-    timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
+    timed, failed = _timed_runs(trial, dtypes, repeats, run, say)
     if failed and timed.keys() == {REFERENCE}:
         raise _all_failed(failed)
     references = timed.pop(REFERENCE)
     compared = {name: _compare(name, references, outcomes, bool(warm_up)) for name, outcomes in timed.items()}
-    exact, shapes = _watch(trial, timed, references, compared, run, progress)
+    exact, shapes = _watch(trial, timed, references, compared, run, say)
     swept = None
     if sweep is not None:
-        points = [_sweep_point(trial, sweep, value, tuple(compared), repeats, run, progress) for value in sweep.values]
+        points = [_sweep_point(trial, sweep, value, tuple(compared), repeats, run, say) for value in values]
         swept = {"option": sweep.option, "points": points}
     reference, outcomes = references[0], [*references, *(outcome for runs in timed.values() for outcome in runs)]
     return {
@@ -210,7 +219,13 @@ def _notes(
 
 
 def _sweep_point(
-    trial: Trial, sweep: Sweep, value: str, dtypes: Sequence[str], repeats: int, run: Runner, progress: Progress
+    trial: Trial,
+    sweep: Sweep,
+    value: str,
+    dtypes: Sequence[str],
+    repeats: int,
+    run: Runner,
+    progress: Callable[[str], Any],
 ) -> dict[str, Any]:
     """Time one value of a sweep. What fails there, for memory say, is part of the answer."""
     swept = replace(trial, program=sweep.program(trial.program, value))
@@ -226,7 +241,7 @@ def _sweep_point(
 
 
 def _timed_runs(
-    trial: Trial, dtypes: Sequence[str], repeats: int, run: Runner, progress: Progress
+    trial: Trial, dtypes: Sequence[str], repeats: int, run: Runner, progress: Callable[[str], Any]
 ) -> tuple[dict[str, list[Outcome]], dict[str, TrialError]]:
     """Run in float32 and in each dtype, in turn, so that what else the machine does meets all of them.
 
@@ -440,7 +455,7 @@ def _watch(
     references: Sequence[Outcome],
     compared: Mapping[str, dict[str, Any]],
     run: Runner,
-    progress: Progress,
+    progress: Callable[[str], Any],
 ) -> tuple[list[Any], list[tuple[str, tuple[int, ...]]]]:
     """Run again in float32 and in each dtype, with modules watched in some steps and updates metered.
 

@@ -31,13 +31,7 @@ class Diagnosis:
     """Where a batch first fails, and why.
 
     Attributes:
-        kind: What it is: `"healthy"` for nothing. Precision is at fault for `"overflow"` (a value beyond the dtype's
-            largest number), `"sum"` (one that only the sum is), `"epsilon"` (a divisor that is zero in this dtype),
-            `"mask"` (a constant such as -1e9), `"error"` (the framework refuses to compute it in this dtype), and for
-            `"logarithm"` and `"division"` (of or by zero) unless `float32_fails`; also for `"flush"` (values are zero
-            that are not zero in float32) and `"digits"` (too few of them are left), where the loss stays finite and is
-            wrong. It is not for `"loss scale"` (the scale will back off), `"data"`, `"weights"` (they are not finite),
-            `"learning rate"` (they grew) and `"model"`.
+        kind: What fails; `"healthy"` where nothing does. The reference has a table of all kinds.
         dtype: What was computed in.
         scale: The loss scale.
         loss: The loss.
@@ -344,6 +338,9 @@ def diagnose(
         UnsupportedByBackendError: The backend does not watch or does not replay.
 
     Sync: many.
+
+    Example:
+        >>> print(ampx.diagnose(lambda model: loss_fn(model(x), y), model, dtype="float16"))
     """
     batch = Batch(step, model, framework, device)
     chosen = batch.dtype(dtype)

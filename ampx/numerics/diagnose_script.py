@@ -46,7 +46,7 @@ def diagnose_script(
     run: Callable[[Trial], Outcome] = run_trial,
     progress: Callable[[str], Any] = lambda text: None,
 ) -> tuple[Diagnosis | None, dict[str, Any]]:
-    """Return the diagnosis, None where nothing failed, and the report, whose layout docs/reference/cli.md tells.
+    """Return the diagnosis, None where nothing failed, and the report, whose layout docs/reference/json.md tells.
 
     Where nothing fails, an early step is looked at all the same: for a loss that is finite and wrong, and for risks.
 

@@ -13,7 +13,7 @@ from .probe import Probe, Reading, Watch, Watching
 
 
 class OverflowTrace:
-    """What `trace_overflow` saw up to now."""
+    """What `trace_overflow` saw up to now; as text, one sentence."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -36,12 +36,23 @@ class OverflowTrace:
 
 
 def trace_overflow(model: Any) -> AbstractContextManager[OverflowTrace]:
-    """Return a region whose target has the first module with a non-finite output as `first`, and says it as text.
+    """Return a region that finds the first module whose output is inf or NaN.
+
+    Args:
+        model: The model; its parameters where these are a value (JAX).
+
+    Returns:
+        A context manager that yields an `OverflowTrace`.
 
     Raises:
         UnsupportedByBackendError: The backend cannot watch modules.
 
     Sync: where `first` is read.
+
+    Example:
+        >>> with ampx.trace_overflow(model) as trace:
+        ...     loss = loss_fn(model(x), y)
+        >>> print(trace)
     """
     probe = offer(sessions.find("trace_overflow", model).backend, Probe)
     return _traced(probe.watch(model, Watching()))

@@ -107,7 +107,10 @@ class TunedPolicy:
     def write(self, path: str | os.PathLike[str] = "ampx.toml") -> None:
         """Write the policy file, for `init(policy=…)` and `ampx run --policy`.
 
+        Where there is one already, the comments and entries that a person added to it stay.
+
         Raises:
+            PolicyFileError: The file that is there is no TOML.
             UnsupportedDtypeError: The dtype was simulated, and no framework trains in it.
         """
         accepted = get_args(Dtype)
@@ -116,7 +119,9 @@ class TunedPolicy:
                 f"a policy in {self.dtype} cannot be used; accepted: {', '.join(accepted)}. It answers what would be; "
                 f"tune without what_if for one that this device computes."
             )
-        Path(path).write_text(self.file.text(), encoding="utf-8")
+        path = Path(path)
+        before = path.read_bytes() if path.is_file() else b""
+        path.write_text(self.file.text(before, str(path)), encoding="utf-8")
 
     def timed(self, ratios: Sequence[float], slow: Mapping[str, tuple[float, float]]) -> TunedPolicy:
         """Return the policy with its speed, and with modules in float32 that lose time in low precision.
@@ -823,7 +828,9 @@ def tune(
     """Find the smallest set of modules that must stay in float32, and those that gain nothing from low precision.
 
     One batch is computed again and again, with other modules in float32 each time: first so that loss and gradients
-    agree with float32's and all is finite, then so that no time is lost. Nothing is stepped.
+    agree with float32's and all is finite, then so that no time is lost. Nothing is stepped. Of `n` modules of which
+    `k` must stay in float32 the search takes at most `2 k log2(n) + 10 + k` replays; in the last `k` each module is
+    left out once, and its `reason` says what happens then. A replay that raises has failed like any other.
 
     Args:
         step: A function that takes the model and returns the loss of one batch, without a backward.
@@ -843,7 +850,8 @@ def tune(
             measures none.
 
     Returns:
-        The policy, every choice with what was measured.
+        The policy, every choice with what was measured. Where low precision is not faster on this device by more than
+        the spread and 2 %, its dtype is `"float32"`, its level `"O0"`, and its reason has the ratio.
 
     Raises:
         UnsupportedDtypeError: The device neither computes nor simulates the dtype.
@@ -851,6 +859,9 @@ def tune(
         InvalidOptionError: `tolerance` or `repeats` is out of range.
 
     Sync: many.
+
+    Example:
+        >>> ampx.tune(lambda model: loss_fn(model(x), y), model, repeats=0).write("ampx.toml")
     """
     check_tolerance(tolerance)
     if repeats < 0:

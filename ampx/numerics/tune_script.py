@@ -19,7 +19,7 @@ import numpy as np
 from ampx.backend import MODULE, module_patterns
 from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.formats import digits_of, find_format
-from ampx.policy import normalise_dtype
+from ampx.policy import PolicyFile, normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.command import check_writable
 from ampx.run.page import origin
@@ -73,7 +73,7 @@ _EXPORTED_ELSEWHERE: Final = (
 def check_options(purpose: str, what_if: str | None, out: Path, force: bool = False) -> str | None:
     """Check options before anything runs; return the dtype to simulate, None for none.
 
-    A policy file that is there may have been edited, so it is replaced only by `force`.
+    A policy file that is there may have been edited, so it is written anew only by `force`.
 
     Raises:
         InvalidOptionError: One cannot be honoured.
@@ -84,8 +84,10 @@ def check_options(purpose: str, what_if: str | None, out: Path, force: bool = Fa
         if out.is_file() and not force:
             raise InvalidOptionError(
                 f"-o {str(out)!r} is there already, and is left as it is; accepted: a name that is free, or --force. "
-                f"Pass another name by -o, or --force to replace the file."
+                f"Pass another name by -o, or --force to measure it anew: what you added to it stays."
             )
+        if out.is_file():
+            PolicyFile.read(out)  # what a person added to it is to stay
         check_writable("-o", out)
         return None
     try:
@@ -105,7 +107,7 @@ class _ScriptSearch(Search[Outcome]):
         simulated: bool,
         times: bool,
         run: Callable[[Trial], Outcome],
-        progress: Callable[[str], Any],
+        progress: Callable[[str, int | None], Any],
         journal: Path | None,
     ) -> None:
         self.trial, self.dtype, self.simulated = trial, dtype, simulated
@@ -137,21 +139,26 @@ class _ScriptSearch(Search[Outcome]):
         kept = len(trial.settings.deny) or len(trial.forced) - 1
         what += f" rounded as {self.dtype}" if rounds else f" with {kept} in float32" if kept > 0 else ""
         watched = ", watched" if trial.watched else ""
-        self.progress(f"{trial.program.name}: run {self.runs}{self._left()}, {what}{watched} …")
+        words, left = self._left()
+        self.progress(f"{trial.program.name}: run {self.runs}{words}, {what}{watched} …", left)
         began = time.monotonic()
         outcome = self.run_trial(trial)
         self.seconds.append(time.monotonic() - began)
         return outcome
 
-    def _left(self) -> str:
-        """Return how many runs follow at most, as long as no more modules turn out to be needed, and their time."""
+    def _left(self) -> tuple[str, int | None]:
+        """Return how many runs follow at most, as long as no more modules turn out to be needed, and their time.
+
+        In words, and how many they are with this one; None before the modules are known.
+        """
         if not self.modules:
-            return ""
+            return "", None
         needed = next(count for count in range(1, len(self.modules) + 2) if self._most(count) >= self.runs)
         left = self._most(needed) - self.runs
         seconds = left * statistics.median(self.seconds)
         time_left = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-        return f" (at most {left} more, {time_left}, if {needed} module{'s are' if needed > 1 else ' is'} needed)"
+        entries = f"{needed} module{'s are' if needed > 1 else ' is'} needed"
+        return f" (at most {left} more, {time_left}, if {entries})", 1 + left
 
     def _most(self, entries: int) -> int:
         return most_runs(entries, len(self.modules))
@@ -222,7 +229,7 @@ class _ScriptSearch(Search[Outcome]):
             }
         )
         if verdicts:
-            self.progress(f"{program.name}: {len(verdicts)} runs of a search that was interrupted are known …")
+            self.progress(f"{program.name}: {len(verdicts)} runs of a search that was interrupted are known …", None)
         return {Kept(*map(frozenset, json.loads(kept))): verdict for kept, verdict in verdicts.items()}
 
     def note(self, kept: Kept) -> None:
@@ -481,10 +488,10 @@ def tune_script(
     repeats: int = 3,
     seed: int = 0,
     run: Callable[[Trial], Outcome] = run_trial,
-    progress: Callable[[str], Any] = lambda text: None,
+    progress: Callable[[str, int | None], Any] = lambda text, left: None,
     journal: Path | None = None,
 ) -> tuple[TunedPolicy, dict[str, Any]]:
-    """Return the policy, and the report, whose layout docs/reference/cli.md tells.
+    """Return the policy, and the report, whose layout docs/reference/json.md tells.
 
     Args:
         program: The script.
@@ -498,7 +505,7 @@ def tune_script(
         repeats: Rounds of timed runs; 0 measures no speed.
         seed: What random numbers start from.
         run: Runs a trial.
-        progress: Is called with what is done now.
+        progress: Is called with what is done now, and how many runs are left, this one included; None: not known.
         journal: A file in which runs are noted until there is an answer: a search that was interrupted goes on.
 
     Raises:

@@ -43,6 +43,8 @@ class RunRequest:
     unchanged_if_refused: bool = False  # run the script without ampx where it is refused
     log: tuple[str, ...] = ()  # where to write what steps report, as `ampx.log_to` takes it
     log_every: int = LOG_EVERY  # every so many steps
+    as_json: bool = False  # print the report in place of the summary, in one line
+    quiet: bool = False  # print no summary
 
 
 REFUSED = 3
@@ -154,9 +156,11 @@ def _conclude(request: RunRequest, finished: Finished) -> list[str]:
         return []
     report = to_json(request, finished)
     rank, size = report["rank"], report["world_size"]
-    written = [] if request.report is None else _write(request.report, report)
-    if rank:
+    written = [] if request.report is None else _write(request.report, report, request.as_json or request.quiet)
+    if rank or (request.quiet and not request.as_json):
         return written
+    if request.as_json:
+        return [*written, json.dumps(with_origin(report))]
     lines = [*summary_lines(report, finished.failed), *written]
     low = report["dtype"] not in (None, "float32")
     if low and isinstance(finished.error, Exception) and request.program.name != "-":
@@ -169,14 +173,14 @@ def _conclude(request: RunRequest, finished: Finished) -> list[str]:
     return lines
 
 
-def _write(asked: Path, report: dict[str, Any]) -> list[str]:
+def _write(asked: Path, report: dict[str, Any], quiet: bool) -> list[str]:
     """Write the report of one process, and return the line that says where; a job of several has one line for all."""
     target = report_of(asked, report["rank"])
     try:
         write_report(target, report)
     except OSError as error:  # the script ends as it ended all the same
         return [f"  {'report':<11} {target} could not be written: {error.strerror}"]
-    return [] if report["rank"] or report["world_size"] > 1 else [f"  {'report':<11} {target}"]
+    return [] if quiet or report["rank"] or report["world_size"] > 1 else [f"  {'report':<11} {target}"]
 
 
 def _diagnosing(request: RunRequest, dtype: str) -> tuple[str, ...]:
@@ -268,11 +272,16 @@ def report_of(target: Path, rank: int) -> Path:
     return target.with_name(f"{target.stem}.rank{rank}{target.suffix}") if rank else target
 
 
-def write_report(target: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON, and beside it as a page where that is asked for."""
+def with_origin(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a report with where and when it was made."""
     from .page import framework_versions, origin
 
-    report = {**report, "origin": origin(framework_versions(report["framework"]))}
+    return {**report, "origin": origin(framework_versions(report["framework"]))}
+
+
+def write_report(target: Path, report: dict[str, Any]) -> None:
+    """Write the report as JSON, and beside it as a page where that is asked for."""
+    report = with_origin(report)
     if target.suffix == ".html":
         from .report import page
 

@@ -30,12 +30,13 @@ class Program:
 # Options of `ampx run`, `compare`, `diagnose` and `tune`, but those of one letter.
 OPTIONS: Final = frozenset(
     {
-        *("--at", "--device", "--dtype", "--for", "--force", "--framework", "--json", "--level"),
+        *("--at", "--color", "--device", "--dtype", "--for", "--force", "--framework", "--json", "--level"),
         *(
             "--log",
             "--log-every",
             "--out",
             "--policy",
+            "--quiet",
             "--repeats",
             "--replace-native",
             "--report",

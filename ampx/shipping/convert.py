@@ -87,12 +87,16 @@ def convert(
     Raises:
         ConversionError: The framework cannot convert or run it, or an output is further off than the tolerance. The
             message names the worst output and a smallest set of modules with which, in float32, all outputs agree.
-        InvalidOptionError: `tolerance`, `keep_io` or `batches` is none, or the model is not one that can be converted.
-        UnsupportedDtypeError: The dtype is no low precision, or the device of the model does not compute it.
+        InvalidOptionError: `tolerance`, `keep_io` or `batches` has a value that is not accepted, or this is no model that
+            can be converted.
+        UnsupportedDtypeError: The dtype is neither float16 nor bfloat16, or the device of the model does not compute it.
         UnsupportedOpError: An entry of `deny` matches nothing.
         UnsupportedByBackendError: The backend converts no models.
 
     Sync: many.
+
+    Example:
+        >>> small = ampx.convert(model, "bfloat16", batches=[x])
     """
     wanted = _low(dtype)
     check_tolerance(tolerance)

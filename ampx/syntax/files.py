@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -50,3 +52,25 @@ def _below(folder: Path) -> Iterator[Path]:
             path = here / name
             if name.endswith((".py", ".pyw")) and path.is_file() and not path.is_symlink():
                 yield path
+
+
+def replace(path: Path, before: bytes, after: bytes) -> None:
+    """Put a new content in place of a file's in one step, with its mode.
+
+    Raises:
+        OSError: It cannot be written, or does not hold any more what it held before.
+    """
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if path.is_symlink() or path.read_bytes() != before:
+        raise OSError("it has changed since it was read")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(after)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -174,8 +174,8 @@ class Harness(abc.ABC):
                 elements come behind the last module, both as in training.
 
         Returns:
-            The model (or its parameters where these are a value), a function that takes it and returns the loss: the
-            sum of the outputs, in float32; and the names of the modules that multiply.
+            The model (or its parameters where these are a value), a function that takes it and returns the loss, which
+            is the sum of the outputs in float32, and the names of the modules that multiply.
         """
         raise NotImplementedError(f"{type(self).__name__}.chain: wanted because the probe is offered")
 

@@ -21,11 +21,19 @@ def describe(name: str) -> Device:
         first = jax.devices()[0] if name == "auto" else jax.devices(name)[0]
     except RuntimeError as error:
         raise _unsupported(name) from error
-    if first.platform in ("gpu", "cuda"):
+    kind = _kind(first)
+    if kind == "cuda":
         return _cuda(first)
-    if first.platform == "cpu":
+    if kind == "cpu":
         return _cpu(first)
-    raise _unsupported(first.platform)
+    raise _unsupported(kind)
+
+
+def _kind(device: jax.Device) -> str:
+    """Return `"cuda"` for NVIDIA's GPUs and `"rocm"` for AMD's, both of which JAX calls GPUs; else JAX's name."""
+    if device.platform not in ("gpu", "cuda"):
+        return str(device.platform)
+    return "rocm" if str(getattr(device, "compute_capability", "")).startswith("gfx") else "cuda"
 
 
 def _cpu(first: jax.Device) -> Device:
@@ -58,9 +66,10 @@ def _cuda(first: jax.Device) -> Device:
 
 
 def _unsupported(name: str) -> ampx.UnsupportedDeviceError:
-    present = sorted({"cuda" if device.platform == "gpu" else device.platform for device in jax.devices()} | {"cpu"})
+    default = _kind(jax.devices()[0])
+    accepted = [*(["auto"] if default in ("cpu", "cuda") else []), "cpu", *(["cuda"] if default == "cuda" else [])]
     return ampx.UnsupportedDeviceError(
-        f"device={name!r} is not a device of JAX that ampx knows here; accepted: 'auto', "
-        f"{', '.join(map(repr, present))}. Pass one of these. To lower or export for a device that is absent, pass "
-        f"device='cpu' and a dtype by name: sessions of one dtype lower alike on all devices."
+        f"device={name!r} is not a device of JAX that ampx knows here; accepted: {', '.join(map(repr, accepted))}. "
+        f"Pass one of these. To compute, lower or export for another device, pass device='cpu' and a dtype by name: "
+        f"sessions of one dtype lower alike on all devices."
     )

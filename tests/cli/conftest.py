@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -80,6 +81,23 @@ def migrate():
         return report.status, after, [(finding.line, finding.kind, finding.what) for finding in report.findings]
 
     return run
+
+
+@pytest.fixture
+def check_documented():
+    """Return a function that compares a document with the page of schemas: its keys, and those of the lists in it."""
+    page = (Path(__file__).parents[2] / "docs/reference/json.md").read_text(encoding="utf-8")
+
+    def check(document):
+        schema = document["schema"]
+        section = page.partition(f"Schema `{schema}`:\n\n")[2].partition("\n## ")[0]
+        rows = [row.split("|") for row in section.splitlines() if row.startswith("| ")][2:]
+        assert {"schema", *re.findall("`([a-z_0-9]+)`", "".join(row[1] for row in rows))} == set(document)
+        words = set(re.findall("`([a-z_0-9]+)`", page))
+        inner = [entry for value in document.values() if isinstance(value, list) for entry in value]
+        assert {key for entry in inner if isinstance(entry, dict) for key in entry} <= words
+
+    return check
 
 
 @pytest.fixture

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import ampx
 from ampx.cli import app
+from ampx.cli.terminal import Terminal, terminal
+
+COMMANDS = [command.name or command.callback.__name__ for command in app.app.registered_commands]
+
+
+@pytest.fixture(autouse=True)
+def _terminal_as_it_was():
+    before = vars(terminal).copy()
+    yield
+    vars(terminal).update(before)
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -60,13 +73,10 @@ def test_help_imports_neither_framework_nor_plotting():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["sklearn", "matplotlib"],
-)
-def test_missing_extra_is_named_without_a_traceback(module, tmp_path):
+@pytest.mark.parametrize(("module", "extra"), [("sklearn", "demo"), ("matplotlib", "report")])
+def test_missing_extra_is_named_without_a_traceback(module, extra, tmp_path):
     if module == "sklearn":
-        pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra demo: it is asked for first")
+        pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra report: it is asked for first")
     arguments = ["ampx", "demo", "--framework", "torch", "--out", str(tmp_path)]
     done = run_python(
         f"import sys; sys.modules[{module!r}] = None; sys.argv = {arguments!r}\n"
@@ -76,7 +86,7 @@ def test_missing_extra_is_named_without_a_traceback(module, tmp_path):
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (
         f"ampx: this command needs {module}, which is not installed. Install it with "
-        "`pip install 'ampx-precision[demo]'`."
+        f"`pip install 'ampx-precision[{extra}]'`."
     )
     assert "Traceback" not in done.stderr
 
@@ -88,8 +98,142 @@ def test_terminal_without_unicode_gets_a_table_too(ampx_command, command):
     assert "toy" in ampx_command(*command, PYTHONIOENCODING="ascii", AMPX_DISABLE_PLUGINS=real).stdout
 
 
-def test_unknown_command_is_a_usage_error(ampx_command):
-    assert "No such command" in ampx_command("dem", code=2).stderr
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("dem",), "No such command 'dem'. Did you mean 'demo'? `ampx --help` lists what is accepted."),
+        (("lint", "--nosuch"), "No such option: --nosuch. `ampx lint --help` lists what is accepted."),
+        (("run",), "Missing argument 'SCRIPT'. `ampx run --help` lists what is accepted."),
+        (("lint", "--color", "blue"), "--color 'blue' is no choice; accepted: auto, always, never. Pass one of these."),
+        (("lint", "none.py"), "none.py is not there; accepted: files and folders. Check the spelling."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_errors_are_one_sentence_in_one_style(installed_command, arguments, says):
+    done = installed_command(*arguments, code=2)
+    assert (done.stdout, done.stderr) == ("", f"ampx: {says}\n")
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_is_the_same_by_three_names(ampx_command, command):
+    words = [] if command is None else [command]
+    text = ampx_command(*words, "--help").stdout
+    assert ampx_command(*words, "-h").stdout == ampx_command("help", *words).stdout == text
+    if command is not None:
+        assert all(option in text for option in ("--quiet", "-q", "--color", "--json", "-h"))
+
+
+def test_completion_is_offered_for_the_shell(ampx_command):
+    asked = {"_AMPX_COMPLETE": "complete_bash", "COMP_WORDS": "ampx new", "COMP_CWORD": "1"}
+    assert installed_words(ampx_command, asked) == ["new-backend"]
+    asked = {"_AMPX_COMPLETE": "complete_bash", "COMP_WORDS": "ampx lint --out", "COMP_CWORD": "2"}
+    assert installed_words(ampx_command, asked) == ["--output-format"]
+    assert "--install-completion" in ampx_command("--help").stdout
+
+
+def installed_words(command, environment):
+    command.start, command.fresh = (str(Path(sys.executable).with_name("ampx")),), True
+    return command(**environment).stdout.split()
+
+
+@pytest.mark.parametrize("arguments", [("lint", "train.py"), ("migrate", "train.py"), ("new-backend", "mylib")])
+def test_quiet_leaves_the_result(ampx_command, arguments):
+    (ampx_command.folder / "train.py").write_text("import torch\nloss = torch.nn.functional.mse_loss\n")
+    done = ampx_command(arguments[0], "--quiet", *arguments[1:])
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_color_is_as_asked_and_else_as_the_terminal_says(ampx_command, monkeypatch):
+    ampx_command.add_plugin("toy", "toy.plugin")
+    real = {"AMPX_DISABLE_PLUGINS": "torch,tensorflow,mxnet,paddle,jax"}
+    assert "\x1b[" not in ampx_command("backends", **real).stdout
+    assert "\x1b[32m" in ampx_command("backends", "--color", "always", **real).stdout  # and NO_COLOR is set
+    assert "\x1b[" not in ampx_command("backends", "--color", "never", FORCE_COLOR="1", **real).stdout
+
+
+def test_every_json_is_what_the_page_of_schemas_says(ampx_command, check_documented):
+    ampx_command.add_plugin("toy", "toy.plugin")
+    real = {"AMPX_DISABLE_PLUGINS": "torch,tensorflow,mxnet,paddle,jax"}
+    (ampx_command.folder / "train.py").write_text(
+        "import torch\nscaler = torch.cuda.amp.GradScaler()\nfor x in data:\n    with torch.autocast('cuda'):\n"
+        "        scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+    )
+    for arguments, code in (
+        (("doctor", "--framework", "toy"), None),
+        (("backends",), 0),
+        (("lint",), 1),
+        (("migrate", "train.py"), None),
+        (("new-backend", "mylib"), 0),
+    ):
+        document = json.loads(ampx_command(*arguments, "--json", code=code, **real).stdout)
+        check_documented(document)
+    assert document["files"][0]["path"] == os.path.join("ampx-mylib", "pyproject.toml")
+
+
+# -- defaults in pyproject.toml ------------------------------------------------------------------------------------
+
+TABLE = """
+[tool.ampx]
+quiet = true
+
+[tool.ampx.lint]
+select = ["AMP1", "AMP2"]
+ignore = "AMP201"
+"""
+
+
+def test_options_have_the_defaults_of_the_nearest_table(ampx_command):
+    folder = ampx_command.folder
+    (folder / "pyproject.toml").write_text(TABLE)
+    ampx_command.folder = folder / "src"
+    ampx_command.folder.mkdir()
+    (ampx_command.folder / "pyproject.toml").write_text("[project]\nname = 'of another tool'\n")
+    region = (
+        "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = model(x)\n    loss.backward()\n"
+    )
+    (ampx_command.folder / "a.py").write_text(region)
+    assert ampx_command("lint").stdout == ""
+    (line,) = ampx_command("lint", "--ignore", "", code=1).stdout.splitlines()
+    assert line.startswith("a.py:4:5: AMP201 ")
+    ampx_command("lint", "--ignore", "", "--select", "AMP3")
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ("[tool.ampx]\nsetps = 3", "[tool.ampx] of {} has setps; accepted: all, at, backends, "),
+        ("[tool.ampx.lint]\nsteps = 3", "[tool.ampx.lint] of {} has steps; accepted: color, exclude, explain, fix, "),
+        ("[tool.ampx]\nlint = 3", "[tool.ampx.lint] of {} has 3; accepted: "),
+        ("[tool.ampx.lint]\nselect = ", "{} is no TOML: "),
+        ("[tool.ampx.compare]\nsteps = 'all'", "Invalid value for '--steps': "),
+    ],
+)
+def test_a_table_that_no_command_understands_is_refused(ampx_command, table, says):
+    path = ampx_command.folder / "pyproject.toml"
+    path.write_text(table)
+    says = says.format(path)
+    assert ampx_command("compare", "train.py", code=2).stderr.startswith(f"ampx: {says}")
+
+
+# -- progress ------------------------------------------------------------------------------------------------------
+
+
+def test_progress_in_a_log_is_a_line_for_each_thing_and_nothing_where_it_is_not_wanted(capsys):
+    for quiet, lines in ((False, ["[0 s] first", "[0 s] second"]), (True, [])):
+        with Terminal(quiet=quiet).progress() as progress:
+            progress("first")
+            progress("second", 3)
+        assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_progress_on_a_terminal_is_a_bar_with_the_time_that_is_left(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    now = iter(range(0, 100_000, 60))
+    monkeypatch.setattr("rich.progress.Progress.get_time", lambda self: float(next(now)), raising=False)
+    with Terminal().progress() as progress:
+        for left in (4, 3, 2):
+            progress("run", left)
+    assert "━" in capsys.readouterr().err
 
 
 def test_names_in_the_progress_are_shown_as_they_are(monkeypatch, capsys):

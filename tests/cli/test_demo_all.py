@@ -174,9 +174,11 @@ def test_where_nothing_is_cast_it_says_whether_scaling_changed_anything(run):
     assert equal in run.command("demo", "--framework", "right", "--out", "out").stdout
 
 
-def test_json_is_what_the_file_holds(run):
+def test_json_is_what_the_file_holds(run, check_documented):
     run.add("one")
-    assert json.loads(run("--json").stdout) == json.loads((run.out / "comparison.json").read_text())
+    document = json.loads(run("--json").stdout)
+    assert document == json.loads((run.out / "comparison.json").read_text())
+    check_documented(document)
 
 
 def test_without_anything_to_show_it_says_what_to_install(run):

@@ -326,7 +326,7 @@ def test_two_optimizers_of_one_class_have_names_of_their_own():
 
 
 def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
-    pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra demo")
+    pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra report")
     from ampx.run.page import origin
     from ampx.run.report import page
 

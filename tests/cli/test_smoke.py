@@ -62,7 +62,7 @@ def test_the_readme_shows_what_the_backend_declares(framework, ampx_command):
 
 
 @pytest.mark.filterwarnings("ignore:No ccache found")  # Paddle's, while it is imported
-def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_path, png_size):
+def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_path, png_size, check_documented):
     for module in ("matplotlib", "sklearn"):
         pytest.importorskip(module, reason=f"needs {module}, of the extra demo")
     out = tmp_path / "out"
@@ -73,6 +73,7 @@ def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_
     assert json.loads((out / "results.json").read_text()) == report
     assert png_size(out / "demo.png") == tuple(round(side * plot.DPI) for side in plot.SIZE)
     assert report["schema"] == "ampx.demo/1"
+    check_documented(report)
     assert report["runs"][0]["label"] == "float32"
     for run in report["runs"]:
         assert len(run["losses"]) == len(run["scales"]) == 1347 // 32

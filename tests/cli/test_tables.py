@@ -9,7 +9,7 @@ import pytest
 
 from ampx.plugins import VersionRange
 from evidence import ASPECTS, COMBINATIONS, Evidence
-from tested_table import compact_table, full_table, make_rows, read_gpu
+from tested_table import compact_table, make_rows, read_gpu, reasons_table
 from update_tables import render, update
 from version_records import (
     FOLDER,
@@ -81,10 +81,13 @@ def test_what_is_shown_without_the_device_is_never_said_to_be_tested():
     assert on_device == {"lowered for CUDA", "simulated", "declared", "not supported"}
 
 
-def test_the_full_table_gives_each_reason_once():
-    text = full_table(make_rows("mine", EVIDENCE))
-    assert text.count("the CPU casts nothing.") == 1
-    assert "| mine | cpu | float32 | O0 | not supported: " in text
+def test_what_is_not_supported_stands_beside_its_reason():
+    text = reasons_table(make_rows("mine", EVIDENCE))
+    assert "| mine | cpu | float16 O1 | the CPU casts nothing. |" in text
+    assert "| mine | gpu | bfloat16 O1, O2, O3 | bfloat16 is not there. |" in text
+    assert "| mine | cpu | float32 O0, distributed | one process only. |" in text
+    assert "| mine | gpu, compiled | float16 O1 | nothing casts compiled code. |" in text
+    assert "O0 computes in float32." not in text
 
 
 def test_the_compact_table_has_a_line_for_each_device():

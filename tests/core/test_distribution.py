@@ -27,8 +27,11 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("ampx", "backends", "benchmarks", "docs", "tests", ".ci", ".github")
-KINDS = {".cfg", ".css", ".html", ".js", ".json", ".md", ".py", ".pyi", ".rst", ".sh", ".toml", ".txt", ".yml", ""}
+FOLDERS = ("ampx", "backends", "benchmarks", "docs", "integrations", "tests", ".ci", ".github")
+KINDS = {
+    *(".cff", ".cfg", ".css", ".html", ".ipynb", ".js", ".json", ".md", ".py", ".pyi", ".rst", ".sh", ".toml", ".txt"),
+    *(".yaml", ".yml", ""),
+}
 # A command that installs, with its arguments, and an argument that asks for the wrong distribution.
 ARGUMENT = r"""(?:'[^'\n]*'|"[^"\n]*"|[^\s`'"#&;]+)"""
 INSTALLS = re.compile(rf"\b(?:install|uvx|(?:pipx|uv) (?:run|add))((?: +{ARGUMENT})+)")
@@ -120,7 +123,7 @@ def test_sdist_and_wheel_have_name_version_and_what_an_index_shows(built):
     assert "Typing :: Typed" in shown.get_all("Classifier")
     assert set(KNOWN) <= set(shown.get_all("Provides-Extra"))
     needed = {re.match(r"[\w-]+", line)[0] for line in shown.get_all("Requires-Dist") if "extra ==" not in line}
-    assert needed == {"pluggy", "rich", "tomli", "typer"}
+    assert needed == {"pluggy", "rich", "tomlkit", "typer"}
     assert "ampx = ampx.cli:main" in points
 
 
@@ -204,7 +207,7 @@ def stranger(built, tmp_path_factory):
     pytest.importorskip("pip", reason="pip is not installed: it installs the distribution")
     index = tmp_path_factory.mktemp("index")
     (index / built[1].name).write_bytes(built[1].read_bytes())
-    for name in ("pluggy", "rich", "tomli", "typer"):
+    for name in ("pluggy", "rich", "tomlkit", "typer"):
         packed(name, index)
     stranger = Stranger(tmp_path_factory.mktemp("venv"), index)
     stranger.install("ampx-precision")

@@ -59,7 +59,25 @@ def test_what_a_policy_says_is_read_back_as_it_was_written(file):
     again = PolicyFile.read(file(text))
     assert (again.framework, again.dtype, again.loss_scale) == ("toy", "float16", "dynamic")
     assert (again.allow, again.deny) == (("mul",), names)
-    assert '"module:a.b",  # beyond 65504\n' in text
+    assert '"module:a.b", # tune: beyond 65504\n' in text
+
+
+def test_what_a_person_added_to_a_file_stays_when_it_is_measured_anew(file):
+    reasons = {"dtype": "as fast", "module:a": "beyond 65504", "module:b": "beyond 65504"}
+    first = PolicyFile("toy", "float16", "O1", "dynamic", (), ("module:a", "module:b"), reasons, enabled=False).text()
+    edited = first.replace('dtype = "float16"', '# Ann: keep in step with the server\ndtype = "float16"').replace(
+        "deny = [", "deny = [\n    \"total\", # our own sum\n    'product', # and product"
+    )
+    again = PolicyFile("toy", "bfloat16", "O1", "auto", (), ("module:b",), {"module:b": "lost digits"})
+    path = file(again.text(edited.encode()))
+    text = path.read_text()
+    assert '# Ann: keep in step with the server\ndtype = "bfloat16"\n' in text
+    assert '    "total", # our own sum\n    \'product\', # and product\n    "module:b", # tune: lost digits\n]' in text
+    policy = PolicyFile.read(path)
+    assert (policy.loss_scale, policy.enabled, policy.deny) == ("auto", True, ("total", "product", "module:b"))
+    assert again.text(text.encode()) == text
+    with pytest.raises(ampx.PolicyFileError, match=r"'mine\.toml' is no TOML"):
+        again.text(b"deny = [", "mine.toml")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -27,19 +28,18 @@ OTHERS = {
     *("torch", "accelerate", "pytorch_lightning", "lightning", "lightning_fabric", "transformers"),
     *("tensorflow", "keras", "mxnet", "paddle", "jax", "optax", "flax", "equinox", "numpy", "autograd"),
 }
-# Blocks that run one by one: they are of several frameworks.
-ALONE = [ROOT / "docs" / "how-to" / "what-to-write.md"]
+MIGRATE = ROOT / "docs" / "how-to" / "migrate.md"
 
 
 def frameworks_needed(blocks):
     source = "\n".join(block for _, block in blocks)
-    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, flags=re.M))
+    imported = set(re.findall(r"^\s*(?:import|from) (?:ampx_)?(\w+)", source, flags=re.M))
     return sorted(imported & OTHERS)
 
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in PAGES if python_blocks(path) and path not in ALONE],
+    [path for path in PAGES if python_blocks(path)],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_python_of_a_page_runs(path, tmp_path):
@@ -61,23 +61,16 @@ def test_the_python_of_a_page_runs(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "line"),
-    [(path, line) for path in ALONE for line, _ in python_blocks(path)],
-    ids=lambda value: value.name if isinstance(value, Path) else str(value),
+    "path", sorted((Path(__file__).parent / "migrated").glob("loop_*.py")), ids=lambda path: path.stem
 )
-def test_each_python_block_of_some_pages_runs_alone(path, line, tmp_path):
-    (block,) = [block for block in python_blocks(path) if block[0] == line]
-    absent = [name for name in frameworks_needed([block]) if importlib.util.find_spec(name) is None]
+def test_a_loop_that_was_migrated_by_the_table_trains(path, tmp_path):
+    absent = [name for name in frameworks_needed([(1, path.read_text())]) if importlib.util.find_spec(name) is None]
     if absent:
         pytest.skip(f"needs {', '.join(absent)}")
-    run_python("-c", block[1], cwd=tmp_path, check=True)
+    run_python(path, cwd=tmp_path, check=True)
 
 
-TABLE = [
-    row.strip("| ").split(" | ")
-    for row in (ROOT / "docs" / "how-to" / "what-to-write.md").read_text().splitlines()
-    if re.match(r"\| [^*-]", row)
-]
+TABLE = [row.strip("| ").split(" | ") for row in MIGRATE.read_text().splitlines() if re.match(r"\| [^*-]", row)]
 
 
 @pytest.mark.filterwarnings("ignore:No ccache found")  # Paddle's, while it is imported
@@ -96,7 +89,13 @@ def test_what_a_row_of_the_table_says_to_write_exists(row):
                 inspect.signature(ampx.init).bind(*node.args, **{word.arg: word.value for word in node.keywords})
 
 
-LESSONS = {"torch": "float16-pytorch.md", "tensorflow": "float16-keras.md", "jax": "float16-jax.md"}
+LESSONS = {
+    "torch": "float16-pytorch.md",
+    "tensorflow": "float16-keras.md",
+    "jax": "float16-jax.md",
+    "paddle": "float16-paddle.md",
+    "mxnet": "float16-mxnet.md",
+}
 
 
 def without_numbers(text):
@@ -124,3 +123,43 @@ def test_the_programs_of_a_lesson_print_what_it_shows_and_reach_the_same_loss(fr
     assert len(in_low_precision) >= 1
     # A loss is a mean of logarithms of outputs that are off by some roundings of bfloat16 (2^-9), as are the weights.
     assert in_low_precision == [pytest.approx(in_float32, rel=4 * 2**-9)] * len(in_low_precision)
+
+
+NOTEBOOKS = {
+    "torch": "first-steps-pytorch.ipynb",
+    "tensorflow": "first-steps-keras.ipynb",
+    "jax": "first-steps-jax.ipynb",
+}
+EXECUTE = """
+import sys
+import nbformat
+from nbclient import NotebookClient
+
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout=200, resources={"metadata": {"path": "."}}).execute()
+for cell in notebook.cells:  # what differs from machine to machine is left out: times, warnings
+    cell.metadata.clear()
+    if cell.cell_type == "code":
+        cell.outputs = [output for output in cell.outputs if output.get("name") == "stdout"]
+nbformat.write(notebook, sys.argv[2])
+"""
+
+
+def printed_in(notebook):
+    """Return the words that a notebook printed, without numbers and places, which differ from run to run."""
+    outputs = [output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", ())]
+    text = "".join(line for output in outputs for line in output["text"])
+    return re.sub(r"\d[\d.e+-]*", "#", re.sub(r"\(\S+\.py:\d+\)", "(a line)", text)).split()
+
+
+@pytest.mark.parametrize("framework", NOTEBOOKS)
+def test_a_notebook_runs_and_prints_what_it_shows(framework, tmp_path, request):
+    absent = [name for name in (framework, "nbclient", "ipykernel") if importlib.util.find_spec(name) is None]
+    if absent:
+        pytest.skip(f"needs {', '.join(absent)}")
+    notebook, executed = ROOT / "docs" / "tutorial" / NOTEBOOKS[framework], tmp_path / "executed.ipynb"
+    run_python("-c", EXECUTE, notebook, executed, cwd=tmp_path, fresh=True, check=True)
+    if request.config.getoption("--regenerate"):
+        notebook.write_text(executed.read_text())
+    assert printed_in(executed) == printed_in(notebook)
+    assert "overflow" in printed_in(notebook)

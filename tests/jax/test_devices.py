@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +195,21 @@ def test_a_session_for_a_gpu_that_is_absent_is_refused_with_the_way_to_lower_for
         pytest.skip("JAX sees a GPU")
     with pytest.raises(ampx.UnsupportedDeviceError, match="device='cpu' and a dtype"):
         ampx.init("jax", device="cuda", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "kind"), [("tpu", None, "tpu"), ("METAL", None, "METAL"), ("gpu", "gfx942", "rocm")]
+)
+def test_accelerators_that_are_not_nvidias_are_refused_with_what_works_there(monkeypatch, platform, capability, kind):
+    """What JAX calls these devices is written here by hand, because none is in the machine that runs this."""
+    [host] = jax.devices("cpu")[:1]
+    accelerator = SimpleNamespace(platform=platform, device_kind="an accelerator", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda backend=None: [host if backend == "cpu" else accelerator])
+    for name in ("auto", "cuda"):
+        with pytest.raises(ampx.UnsupportedDeviceError, match=f"device='{kind}' is not .* accepted: 'cpu'. Pass"):
+            ampx.init("jax", device=name)
+    with ampx.init("jax", device="cpu", dtype="bfloat16", on_unsupported="warn") as amp:
+        assert amp.effective.dtype == "bfloat16"
 
 
 def test_a_cpu_that_computes_bfloat16_says_why_float32_is_chosen_and_how_to_choose_otherwise(monkeypatch):

@@ -110,19 +110,21 @@ def _why_not(framework: str, evidence: Evidence, device: str, dtype: str, level:
     return None
 
 
-def full_table(rows: Iterable[Row]) -> str:
-    """Return one line for each combination, and below the table the reasons, each once."""
-    notes: dict[str, int] = {}
-    lines = [_line("framework", "device", "dtype", "level", *ASPECTS), _line(*["---"] * (4 + len(ASPECTS)))]
+def reasons_table(rows: Iterable[Row]) -> str:
+    """Return one line for each reason of a device, and what is not supported for it; without what levels leave out."""
+    refused: dict[tuple[str, str, str], dict[tuple[str, str], list[str]]] = {}
     for row in rows:
-        cells = []
-        for aspect in ASPECTS:
-            reason = row.reasons.get(aspect)
-            note = "" if reason is None else f": {notes.setdefault(reason, len(notes) + 1)}"
-            cells.append(row.statuses[aspect] + note)
-        lines.append(_line(row.framework, row.device, row.dtype, row.level, *cells))
-    reasons = [f"{number}. {' '.join(reason.split())}" for reason, number in notes.items()]
-    return "\n".join([*lines, "", "The reasons:", "", *reasons])
+        for reason in dict.fromkeys(row.reasons.values()):
+            aspects = [aspect for aspect in ASPECTS if row.reasons.get(aspect) == reason]
+            what = "" if len(aspects) == len(ASPECTS) else f", {' and '.join(aspects)}"
+            if reason not in _BY_LEVEL.values():
+                levels = refused.setdefault((row.framework, row.device, reason), {}).setdefault((row.dtype, what), [])
+                levels.append(row.level)
+    lines = [_line("framework", "device", "not supported", "why"), _line(*["---"] * 4)]
+    for (framework, device, reason), cells in refused.items():
+        parts = [f"{dtype} {', '.join(levels)}{what}" for (dtype, what), levels in cells.items()]
+        lines.append(_line(framework, device, "; ".join(parts), " ".join(reason.split())))
+    return "\n".join(lines)
 
 
 def compact_table(rows: Iterable[Row]) -> str:

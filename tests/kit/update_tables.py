@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ampx.cli.capability_table import BEGIN, END, Declared, to_markdown
-from tested_table import compact_table, full_table, make_rows, read_all, read_gpu
+from tested_table import compact_table, make_rows, read_all, read_gpu, reasons_table
 from version_records import ranges, to_json, to_markdown as versions_table
 
 EVIDENCE: Final = Path("docs", "evidence")
@@ -33,7 +33,7 @@ def render(root: Path) -> dict[Path, str]:
     text = _replace(page, page.read_text(encoding="utf-8"), *_marked("ampx tested", compact_table(rows)))
     return {
         readme: _replace(readme, readme.read_text(encoding="utf-8"), BEGIN, END, declared),
-        page: _replace(page, text, *_marked("ampx tested in full", full_table(rows))),
+        page: _replace(page, text, *_marked("ampx not supported", reasons_table(rows))),
         versions: _replace(
             versions, versions.read_text(encoding="utf-8"), *_marked("ampx versions", versions_table(root))
         ),

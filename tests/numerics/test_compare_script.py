@@ -83,12 +83,28 @@ def test_steps_that_are_too_few_to_time_are_told_before_anything_runs_and_run_on
         happened.append(trial)
         return pretended(trial)
 
-    program = Program("train.py")
-    compare_script(program, RunSettings(), ("bfloat16",), steps=steps, run=run, progress=happened.append)
+    def progress(text, left):
+        happened.append(text)
+
+    compare_script(Program("train.py"), RunSettings(), ("bfloat16",), steps=steps, run=run, progress=progress)
     warned = f"{steps} steps are too few to time (--steps 4 or more is timed): every dtype runs once …"
     assert (happened[0] == warned) == (times == 1)
     runs = [trial for trial in happened if not isinstance(trial, str) and not trial.watched]
     assert [trial.settings.dtype for trial in runs] == ["float32", "bfloat16"] * times
+
+
+def test_the_runs_that_are_left_are_counted_down_to_one():
+    counted, happened = [], []
+
+    def run(trial):
+        happened.append(trial)
+        return pretended(trial)
+
+    sweep = Sweep.parse("--batch-size=32,64")
+    options = {"steps": 4, "repeats": 2, "sweep": sweep, "progress": lambda text, left: counted.append(left)}
+    compare_script(Program("train.py"), RunSettings(), ("bfloat16",), run=run, **options)
+    assert counted == list(range(len(happened), 0, -1))
+    assert len(happened) == 2 * 2 * 3 + 2
 
 
 def test_a_sweep_of_steps_that_are_too_few_to_time_is_refused_before_anything_runs():

@@ -62,6 +62,11 @@ def tuned(script, **options):
     return tune_script(Program("a.py"), RunSettings("bfloat16"), run=script, **options)
 
 
+def into(said):
+    """Return what adds each text that is told to a list."""
+    return lambda text, left: said.append(text)
+
+
 @pytest.mark.parametrize("sensitive", [(), ("layer3",), ("layer2", "layer7", "layer19")])
 def test_exactly_the_modules_that_need_it_stay_in_float32_after_few_runs(sensitive):
     script = Pretended(sensitive)
@@ -93,7 +98,7 @@ def test_a_search_that_was_interrupted_goes_on_and_another_one_begins_anew(tmp_p
         tuned(Interrupted(sensitive), journal=journal)
     kept = journal.read_text()
     again = Pretended(sensitive)
-    assert tuned(again, journal=journal, progress=said.append)[0].deny == answer.deny
+    assert tuned(again, journal=journal, progress=into(said))[0].deny == answer.deny
     assert again.runs < whole.runs - 4
     assert not journal.exists()
     assert [line for line in said if "interrupted" in line] == [
@@ -102,7 +107,7 @@ def test_a_search_that_was_interrupted_goes_on_and_another_one_begins_anew(tmp_p
     for other in ({"seed": 1}, {"steps": 1}, {"tolerance": 0.02}):
         journal.write_text(kept)
         anew, said = Pretended(sensitive), []
-        tuned(anew, journal=journal, progress=said.append, **other)
+        tuned(anew, journal=journal, progress=into(said), **other)
         assert not any("interrupted" in line for line in said)
         assert anew.runs == whole.runs
     journal.write_text(kept[:-7])  # the power failed while it was written
@@ -111,7 +116,7 @@ def test_a_search_that_was_interrupted_goes_on_and_another_one_begins_anew(tmp_p
 
 def test_progress_says_how_many_runs_follow_at_most():
     said = []
-    tuned(Pretended(("layer2",)), progress=said.append)
+    tuned(Pretended(("layer2",)), progress=into(said))
     assert said[0] == "a.py: run 1, float32, watched …"
     assert said[1] == "a.py: run 2 (at most 18 more, 0 s, if 1 module is needed), bfloat16, watched …"
     assert len(said) <= 20
@@ -261,7 +266,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert (file.framework, file.dtype, file.deny) == ("toy", "bfloat16", ("module:layer3",))
     assert file.deny == policy.file.deny
     assert (
-        '"module:layer3",  # relative error of 0.5 in bfloat16 in step 1; without it the loss is off by'
+        '"module:layer3", # tune: relative error of 0.5 in bfloat16 in step 1; without it the loss is off by'
         in result["file"]
     )
 
@@ -408,13 +413,16 @@ def test_losses_and_errors_by_module_and_step_are_those_before_anything_was_kept
 
 def test_wrong_options_are_refused_before_anything_runs(tmp_path):
     assert check_options("training", None, tmp_path / "a.toml") is None
-    (tmp_path / "there.toml").write_text("edited")
+    (tmp_path / "there.toml").write_text("# edited\n")
     with pytest.raises(ampx.InvalidOptionError, match=r"there.toml' is there already, and is left as it is.*--force"):
         check_options("training", None, tmp_path / "there.toml")
     assert check_options("training", None, tmp_path / "there.toml", force=True) is None
     assert check_options("training", "float16", tmp_path / "there.toml") == "float16"  # which writes no file
+    (tmp_path / "broken.toml").write_text("edited")
+    with pytest.raises(ampx.PolicyFileError, match=r"broken.toml' is no TOML: .*Mend that line"):
+        check_options("training", None, tmp_path / "broken.toml", force=True)
     assert check_options("training", None, Path("/dev/null")) is None
-    assert (tmp_path / "there.toml").read_text() == "edited"
+    assert (tmp_path / "there.toml").read_text() == "# edited\n"
     for purpose, what_if, out in (("fun", None, "a"), ("training", "int8", "a"), ("training", None, "no/where.toml")):
         with pytest.raises(ampx.InvalidOptionError, match="accepted"):
             check_options(purpose, what_if, tmp_path / out)
