@@ -325,9 +325,12 @@ def find_fault(
     if growth is not None:
         why = f"{growth}; {dtype} only fails first"
         return Fault("learning rate", why, low.readings, first_failing(low.readings, exact))
-    # The forward pass is asked about before the scale, and the scale before a place in the backward pass.
+    at_place = _of_place(low, exact, dtype, scale)
+    # Gradients that only overflow may do so for what is wrong in the forward pass, which is asked about first.
+    if forward is not None and at_place.kind == "overflow":
+        return forward
     of_scale = None if settled is None else _of_settled(low, settled, reference, exact, dtype, scale)
-    return forward or of_scale or _of_place(low, exact, dtype, scale)
+    return of_scale or at_place
 
 
 def _of_settled(
