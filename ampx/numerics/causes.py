@@ -74,6 +74,8 @@ class Fault:
         readings: Of the run that shows it.
         position: Of the failing place in these; None where no value tells.
         stays_finite: The loss is finite, and a value of the forward pass is wrong.
+        cancels: At the place a difference lost its digits: a module before it may have rounded them away. What the
+            dtype flushes is lost at the place, whichever module computed it.
         by_hand: The script itself casts there: float32 computes it in low precision, too, and no module of it can be
             kept in float32.
     """
@@ -83,6 +85,7 @@ class Fault:
     readings: Sequence[Reading] = ()
     position: int | None = None
     stays_finite: bool = False
+    cancels: bool = False
     by_hand: bool = False
 
     @property
@@ -349,7 +352,8 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
         return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
-    return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position)
+    cancels = case.cancelled is not None
+    return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position, cancels=cancels)
 
 
 def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:

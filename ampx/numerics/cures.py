@@ -26,7 +26,7 @@ TRIES: Final = 4
 RANGE: Final[tuple[Kind, ...]] = ("overflow", "sum", "mask", "epsilon", "logarithm", "division", "flush")
 PRECISION: Final[tuple[Kind, ...]] = (*RANGE, "digits", "error")
 # Of these a module before the place may be to blame: what it returns is too inexact for what is done with it there.
-LOSES_DIGITS: Final[tuple[Kind, ...]] = ("epsilon", "logarithm", "division", "flush", "digits")
+LOSES_DIGITS: Final[tuple[Kind, ...]] = ("flush", "digits")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ class Search:
         name can be tried, if what was wrong there is right now, computed in the low precision as before.
         """
         place, readings = self._place, self._fault.readings[: self._fault.position]
-        if self._fault.kind not in LOSES_DIGITS or _is_part(place.module, kept):
+        loses = self._fault.cancels or self._fault.kind in LOSES_DIGITS
+        if not loses or _is_part(place.module, kept):
             return ""
         ended = [entry.module for entry in readings if entry.direction == "forward" and not entry.operation]
         producer = next((name for name in reversed(ended) if name in kept), "")
