@@ -175,17 +175,20 @@ class Search:
     def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> str:
         """Return the module that lost what is missed at the place; "" where that is the module of the place itself.
 
-        It is another one if float32 in the place's own module was seen to mend nothing, or, where no module of that
-        name can be tried, if what was wrong there is right now, computed in the low precision as before.
+        It is another one if float32 in the place's own module was seen to mend nothing, and what runs between the two
+        computes in the low precision as before; or, where no module of that name can be tried, if what was wrong there
+        is right now, computed in the low precision as before.
         """
         place, readings = self._place, self._fault.readings[: self._fault.position]
         loses = self._fault.cancels or self._fault.kind in LOSES_DIGITS
         if not loses or _is_part(place.module, kept):
             return ""
-        ended = [entry.module for entry in readings if entry.direction == "forward" and not entry.operation]
-        producer = next((name for name in reversed(ended) if name in kept), "")
-        mends = not place.module and seen is not None and self._mends_low(kept, seen)
-        return producer if self._fails_alone or mends else ""
+        ended = [entry.module if entry.direction == "forward" and not entry.operation else "" for entry in readings]
+        last = next((number for number in reversed(range(len(ended))) if ended[number] in kept), None)
+        if last is None or seen is None:
+            return ""
+        fails_alone = self._fails_alone and not _is_widened(readings[last:], seen, (*kept, place.module))
+        return ended[last] if fails_alone or (not place.module and self._mends_low(kept, seen)) else ""
 
     def _mends_low(self, kept: tuple[str, ...], seen: Seen) -> bool:
         """Return whether the first value that was wrong is right now, though it is computed in the low precision.
@@ -248,6 +251,19 @@ class Search:
             return first_failing(seen.readings, exact)
         wrong = first_wrong(seen.readings, exact, self._dtype, loss_error(seen, reference) > WRONG)
         return first_flushed(seen, exact) if wrong is None and self._of_gradients else wrong
+
+
+def _is_widened(readings: Sequence[Reading], seen: Seen, apart: Sequence[str]) -> bool:
+    """Return whether something computed in low precision computes in a wider one now, apart from some modules.
+
+    What is around one of these returns what it returned.
+    """
+    now = {key_of(entry): entry for entry in seen.readings}
+    for entry in readings:
+        related = _is_part(entry.module, apart) or any(_is_part(name, (entry.module,)) for name in apart)
+        if entry.module and not related and is_low(entry) and not is_low(now.get(key_of(entry), entry)):
+            return True
+    return False
 
 
 def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) -> str | None:
