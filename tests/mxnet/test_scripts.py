@@ -77,7 +77,7 @@ def test_compare_names_the_step_and_the_block_where_bfloat16_parts(asked):
 def test_tune_denies_the_block_that_bfloat16_has_no_digits_for_and_no_other(asked):
     policy, report = asked(tune_script, "1.0", steps=2, repeats=0)
     assert [choice.entry for choice in policy.deny] == ["module:1"]
-    assert '"module:1",  # relative error' in report["file"]
+    assert '"module:1", # tune: relative error' in report["file"]
 
 
 PADDED = """
