@@ -378,7 +378,7 @@ class Forcing(Contract):
         """
 
 
-# The contracts that a backend can offer, by name. They stand beside the features that ask for them: core imports none.
+# The contracts that a backend can offer, by name. Each is defined beside the feature that uses it; core imports none.
 CONTRACTS: Final[Mapping[str, str]] = {
     "probe": "ampx.numerics.probe:Probe",
     "converter": "ampx.shipping.converter:Converter",

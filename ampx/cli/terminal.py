@@ -17,10 +17,10 @@ COLORS: Final = {"auto": None, "always": True, "never": False}  # None: as the t
 
 
 class Progress(Protocol):
-    """Is told what is done now."""
+    """Shows what is done now."""
 
     def __call__(self, text: str, left: int | None = None, /) -> object:
-        """Take what is done now, and how many such things are left, this one included; None where nobody knows."""
+        """Show a text, and the time left where `left` says how many such calls are to come, this one included."""
 
 
 @dataclass

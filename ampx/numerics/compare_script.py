@@ -475,8 +475,16 @@ def _watch(
     steps = tuple(sorted(spread | {facts["parts_at"] for facts in compared.values() if facts["parts_at"] is not None}))
     settings = replace(trial.settings, watched=True, meter_every=max(1, last // _COLUMNS))
     watching = Watching("float16", samples=_SAMPLES)
-    watched = replace(trial, steps=steps[-1], watched=steps, watching=watching, warm_up=0, block=1, settings=settings)
-    watched = replace(watched, gradients=steps)  # in adversarial training, optimizers take turns
+    watched = replace(
+        trial,
+        settings=settings,
+        steps=steps[-1],
+        watched=steps,
+        gradients=steps,  # in adversarial training, optimizers take turns
+        watching=watching,
+        warm_up=0,
+        block=1,
+    )
     names = [name for name, outcomes in timed.items() if outcomes[0].watches]
     outcomes = {}
     for name in (REFERENCE, *names) if names else ():

@@ -183,12 +183,13 @@ class Search:
         loses = self._fault.cancels or self._fault.kind in LOSES_DIGITS
         if not loses or _is_part(place.module, kept):
             return ""
-        ended = [entry.module if entry.direction == "forward" and not entry.operation else "" for entry in readings]
-        last = next((number for number in reversed(range(len(ended))) if ended[number] in kept), None)
-        if last is None or seen is None:
+        outputs = [at for at, entry in enumerate(readings) if entry.direction == "forward" and not entry.operation]
+        ends = [at for at in outputs if readings[at].module in kept]
+        if not ends or seen is None:
             return ""
-        fails_alone = self._fails_alone and not _is_widened(readings[last:], seen, (*kept, place.module))
-        return ended[last] if fails_alone or (not place.module and self._mends_low(kept, seen)) else ""
+        fails_alone = self._fails_alone and not _is_widened(readings[ends[-1] :], seen, (*kept, place.module))
+        mends = not place.module and self._mends_low(kept, seen)
+        return readings[ends[-1]].module if fails_alone or mends else ""
 
     def _mends_low(self, kept: tuple[str, ...], seen: Seen) -> bool:
         """Return whether the first value that was wrong is right now, though it is computed in the low precision.

@@ -274,7 +274,7 @@ class _ScriptSearch(Search[Outcome]):
                 self.tolerance = self._explained()
 
     def _order(self) -> list[str]:
-        """Return modules, the likeliest to be needed in float32 first; where the script raised, the one that did so."""
+        """Return modules, the likeliest to be needed in float32 first: the module that raised, where one did."""
         reference, low = self.reference.readings[1], self.first.unscaled_readings(1)
         errors = list(self.errors[1])
         reached = {key_of(entry) for entry in low}

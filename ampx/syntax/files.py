@@ -1,4 +1,4 @@
-"""Find the Python files of a tree."""
+"""Find the Python files of a tree, and replace what a file holds."""
 
 from __future__ import annotations
 

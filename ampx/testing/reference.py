@@ -138,7 +138,7 @@ class ReferenceScale:
         self.events += events
 
     def _move(self, loss_id: int, finite: bool) -> list[EventRow]:
-        """Move the scale of one loss; return what is told of it."""
+        """Move the scale of one loss; return the events."""
         oracle = self.oracle(loss_id)
         before, after = oracle.row.scale, oracle.step(not finite)
         kinds = [] if finite else ["StepSkipped"]

@@ -337,7 +337,7 @@ def _wide(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
 
 
 def _returning(equation: Any, dtype: Any) -> Any:
-    """Return the parameters of an operation; one that is told the dtype of its result is told this one."""
+    """Return the parameters of an operation, with this dtype in place of a low one that they set for the result."""
     params = equation.params
     if params.get("preferred_element_type") is None or not is_narrow(equation.outvars[0].aval):
         return params

@@ -221,7 +221,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member, norm = self.ampx_member, self._pending.norm
         self._pending.left = 1.0 if divisor is None else divisor
         if len(_living) > 1:
-            self._note_left()
+            self._note_used()
         # Workers of a distributed store know of their own losses only, and must move their scales alike.
         by_loss = dict.fromkeys(member.factors, finite)
         if member.mixes and not self.trainer._distributed:
@@ -229,7 +229,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._forget_pending()
         member.finish(by_loss, norm)
 
-    def _note_left(self) -> None:
+    def _note_used(self) -> None:
         """Have other trainers refuse to add to gradients that this step has used, unless no scale is involved."""
         used = {id(parameter) for parameter in self._adding()}
         for other in _living if used else ():

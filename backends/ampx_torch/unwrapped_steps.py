@@ -56,7 +56,7 @@ def watch(user: object) -> None:
     """Look at steps until `end` was called for every user."""
     _watch.users.add(id(user))
     if _watch.handle is None:
-        # As `register_optimizer_step_pre_hook` does it, which may be interrupted as it returns.
+        # Not by `register_optimizer_step_pre_hook`: interrupted as it returns, it leaves a hook without a handle.
         _watch.handle = RemovableHandle(_global_optimizer_pre_hooks)
         _global_optimizer_pre_hooks[_watch.handle.id] = _check
 

@@ -78,9 +78,11 @@ def interrupted_everywhere(
         except BaseException as raised:
             # JAX raises an error of its own because of one that comes while it compares static values; from 0.12 on it
             # does not keep the other as the cause.
-            interrupted = any(isinstance(each, error) for each in _causes(raised)) or _COMPARED in str(raised)
-            # The text of one in a callback of its runtime is all that arrives.
-            interrupted = interrupted or f"{error.__name__}: {interruption.place}" in str(raised)
+            # Of one in a callback of its runtime nothing but the text arrives.
+            texts = (_COMPARED, f"{error.__name__}: {interruption.place}")
+            interrupted = any(isinstance(each, error) for each in _causes(raised)) or any(
+                text in str(raised) for text in texts
+            )
             if interruption.place is None or not interrupted:
                 raise
         finally:

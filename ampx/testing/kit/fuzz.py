@@ -196,11 +196,11 @@ class Block:
 
     @property
     def is_promised(self) -> bool:
-        """Whether it is promised what comes of it."""
-        # With several losses nobody can say whose gradients left ones are.
+        """Whether the documentation says what comes of it."""
+        # With several losses it is unknown which of them left the gradients.
         if any(trainee.doubtful and set(trainee.reference.carried) - {self.loss_id} for trainee in self.receivers):
             return False
-        # Whether zeros are gradients of the other loss is told differently.
+        # Backends differ in whether zeros are gradients of the other loss.
         if any(
             reference.carried and self.loss_id not in reference.carried and not any(elements(reference.sum()[0]))
             for reference in self.references

@@ -220,8 +220,8 @@ class On:
         self.__class__ = _Entered  # which undoes what follows, wherever it is interrupted
         compiled.keep_backward_uncast(self)
         _thread.level = self._level
-        # Reached by optimizers that are not wrapped, too. As `register_optimizer_step_post_hook` does it, which would
-        # leave a hook that nobody has noted where it is interrupted as it returns.
+        # Optimizers that are not wrapped call it, too. Not by `register_optimizer_step_post_hook`: interrupted as it
+        # returns, it leaves a hook to which we hold no handle.
         self._handle = RemovableHandle(_global_optimizer_post_hooks)
         _global_optimizer_post_hooks[self._handle.id] = _forget_after_step
         self._region.__enter__()

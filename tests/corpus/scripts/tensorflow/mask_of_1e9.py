@@ -1,4 +1,4 @@
-"""A mask of -1e9 is minus infinity in float16, and times the zero of a word that is there it is NaN."""
+"""A mask multiplies -1e9 by 0 where a word is: in float16 -1e9 is minus infinity, and that times 0 is NaN."""
 
 import json
 import sys
