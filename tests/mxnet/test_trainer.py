@@ -432,7 +432,7 @@ def test_adding_to_gradients_of_another_loss_is_refused(amp, dense, backward):
 
 
 @pytest.mark.parametrize("steps", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.bfloat16)])
 def test_adding_to_gradients_of_another_trainer_of_the_same_parameter_is_refused(weights, backward, dtype, steps):
     """They carry its scale, also where a step has used them; in bfloat16 on the CPU it is ampx that adds."""
     level = {"level": "O0"} if dtype == "float32" else {"dtype": dtype}
