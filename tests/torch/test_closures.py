@@ -332,6 +332,25 @@ def test_clipping_applies_to_every_evaluation_as_it_would_by_hand(amp, same):
     assert same(train(True), train(False))
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_disabled_session_steps_as_plain_torch(max_norm, same):
+    def train(wrap):
+        model, x, y = problem()
+        opt = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+        evaluate = closure_of(opt, lambda: ((model(x) - y) ** 2).mean(), scales=False)
+
+        def clipped():
+            loss = evaluate()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            return loss
+
+        if wrap:
+            opt = ampx.init("torch", device="cpu", enabled=False).wrap_optimizer(opt, max_grad_norm=max_norm)
+        return opt.step(evaluate if wrap or max_norm is None else clipped).item(), model.state_dict()
+
+    assert same(train(True), train(False))
+
+
 def test_process_wide_casting_is_on_in_the_closure_and_off_in_the_optimizer():
     ampx.init("torch", dtype="bfloat16")
     weight = nn.Parameter(torch.ones(2, 2))
