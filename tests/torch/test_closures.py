@@ -1,6 +1,7 @@
 """Optimizers that take a closure: LBFGS, SAM and the like, and first-order ones."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -278,6 +279,18 @@ def test_sam_takes_the_plain_optimizers_steps_and_skips_overflow_in_either_pass(
         assert same(left, untrained)
         assert opt.loss_scale == 2.0**14
         assert not opt.state
+
+
+def test_a_scheduler_does_not_complain_where_gradients_overflowed_before_the_first_evaluation(amp, backward):
+    model, x, y = problem()
+    raw = Sam(model.parameters())
+    opt, scheduler = ampx.wrap_optimizer(raw), torch.optim.lr_scheduler.StepLR(raw, 1)
+    backward(((model(x) - y) ** 2).mean() * INF, opt)
+    opt.step(closure_of(opt, lambda: ((model(x) - y) ** 2).mean()))
+    assert not opt.last_step.applied
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
 
 
 @pytest.mark.parametrize("how", ["positional", "keyword"])
