@@ -169,6 +169,46 @@ def tuned(runner, case, twin):
     return ("right and curing" if all(is_true_entry(case, entry) for entry in deny) else "wrong"), said
 
 
+def compared(runner, case, twin):
+    """Return the verdict on `ampx compare`, and what it said: a dtype that it does not rely on has a fault."""
+    options = ("--dtype", case.dtype, "--repeats", "1", "--json")
+    done = runner.ampx("compare", *options, case.script, *(["--twin"] if twin else []))
+    if not done.stdout.lstrip().startswith("{"):
+        return _refused(case, twin, done.stderr)
+    report = json.loads(done.stdout)
+    facts = report["dtypes"][case.dtype]
+    said, first = facts["verdict"], facts["modules"] and facts["modules"]["first"]
+    blames = "look before you rely on it" in said
+    if first is not None:
+        said += f" [first: {first['direction']} of {first['module']!r}, off by {first['error']}]"
+    if twin:
+        return ("accused" if blames else "right"), said
+    if case.float32 == "fails" and "updates" not in case.kinds:
+        return ("right without cure" if "float32 itself" in said else "wrong" if blames else "silent"), said
+    if not blames:
+        return "wrong", said
+    if first is None:
+        return ("silent" if any(case.modules) else "right without cure"), said
+    return ("right without cure" if _is_true_first(case, first) else "wrong"), said
+
+
+def _is_true_first(case, first):
+    """Return whether a value of a module may be the first that is wrong."""
+    name = re.sub(r"^\w+:(?=.)", "", first["module"])
+    if not any(case.modules):
+        return first["direction"] == "backward"
+    inside = any(module and name.startswith(f"{module}.") for module in case.modules)
+    return inside or name in (case.modules if first["direction"] == "forward" else (*case.gradient, *case.modules))
+
+
+def _refused(case, twin, stderr):
+    """Judge what `compare` says of a script that raises: its last words, which hold the line."""
+    said = " ".join(stderr.split())[-600:]
+    if twin:
+        return "accused", said
+    return ("right without cure" if case.code and case.code in stderr and "error" in case.kinds else "silent"), said
+
+
 def is_true_entry(case, entry):
     """Return whether an entry of `deny` is one that the truth has, or is inside a module that is at fault."""
     inside = any(name and entry.startswith(f"module:{name}.") for name in case.modules)
@@ -204,6 +244,7 @@ OTHERS = {
 JUDGES = {
     "diagnose": diagnosed,
     "tune": tuned,
+    "compare": compared,
     **{tool: told_by(tool) for tools in OTHERS.values() for tool in tools},
 }
 
