@@ -71,6 +71,7 @@ def diagnose_script(
     if at is None:
         progress(f"{program.name}: waiting for a loss that is not finite, a collapse of the scale, or an exception …")
         first = run(trial)
+        trial = replace(trial, imported=first.imported)
         notes += [*_off(settings, first), *first.notes]
         if first.fault is not None:
             step, what = first.fault
@@ -164,7 +165,9 @@ class _Runs:
         """Run the script with changes to the trial and to its settings."""
         self._progress(f"{self._trial.program.name}: step {self._step} again, {words} …")
         changed = replace(self._trial, settings=replace(self._trial.settings, **settings), **(trial or {}))
-        return _reach(changed, self._step, self._run)
+        outcome = _reach(changed, self._step, self._run)
+        self._trial = replace(self._trial, imported=self._trial.imported or outcome.imported)
+        return outcome
 
     def seen(self, outcome: Outcome) -> Seen | Refusal:
         """Return the step of a run as a replay, or what it raised."""

@@ -33,8 +33,8 @@ of ours sees the case:
 - **accused**: a fault is named of a twin.
 
 `compare` gives no advice. It is right if it does not rely on the dtype, and the value that it says parts first is of a
-module at fault or inside of it, or is one of `gradient`; where no module is at fault, if it names no output of one. Where
-float32 itself fails it is right if it says so.
+module at fault or inside of it, or is one of `gradient`; where no module is at fault, if it names no output of any.
+Where float32 itself fails it is right if it says so.
 
 A run is healthy if its losses, without those of skipped steps, are finite and those of float32 within the tolerance.
 """
