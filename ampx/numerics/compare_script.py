@@ -36,6 +36,8 @@ ROUNDINGS: Final = 8
 ALIKE: Final = 0.02
 # Below this the ratio of one pair of runs, whose spread is unknown, decides nothing.
 ALONE: Final = 0.5
+# A training diverges whose loss ends so many times larger than it began.
+GROWN: Final = 10.0
 _COLUMNS: Final = 6  # watched steps
 _SAMPLES: Final = 256
 
@@ -147,7 +149,10 @@ def compare_script(
     if failed and timed.keys() == {REFERENCE}:
         raise _all_failed(failed)
     references = timed.pop(REFERENCE)
-    compared = {name: _compare(name, references, outcomes, bool(warm_up)) for name, outcomes in timed.items()}
+    settled = {name: _settled(trial, name, outcomes[0], run, say) for name, outcomes in timed.items()}
+    compared = {
+        name: _compare(name, references, outcomes, settled[name], bool(warm_up)) for name, outcomes in timed.items()
+    }
     exact, shapes = _watch(trial, timed, references, compared, run, say)
     swept = None
     if sweep is not None:
@@ -255,6 +260,8 @@ def _timed_runs(
     failed: dict[str, TrialError] = {}
     chosen: dict[str, str] = {}  # by what was asked for, "auto" say
     for repeat in range(repeats):
+        if repeat == 1:  # the memory of the first runs is what counts, and theirs alone
+            trial = replace(trial, shares_compiled=True, imported=outcomes[REFERENCE][0].imported)
         for asked in sorted((REFERENCE, *dtypes), key=lambda name: name != "auto"):
             if asked in failed:
                 continue
@@ -288,13 +295,31 @@ def _timed_run(trial: Trial, asked: str, run: Runner) -> Outcome:
     return outcome
 
 
-def _compare(name: str, references: Sequence[Outcome], outcomes: Sequence[Outcome], warm: bool) -> dict[str, Any]:
+def _settled(trial: Trial, name: str, outcome: Outcome, run: Runner, progress: Callable[[str], Any]) -> Outcome:
+    """Return a run whose losses tell of the dtype: where the loss scale had to settle, one at that where it did.
+
+    Steps that are skipped until then put a training back by so many steps, and that is no matter of precision.
+    """
+    first = outcome.run["optimizers"][0]["initial_scale"] if outcome.run["optimizers"] else 0.0
+    scale, skipped = outcome.last_scale, outcome.skipped
+    if not skipped or skipped[-1] == outcome.steps or scale is None or scale >= first:
+        return outcome
+    progress(f"{trial.program.name} in {name} at a loss scale of {scale:g}, where it settled …")
+    settings = replace(trial.settings, dtype=name, loss_scale=scale)
+    return run(replace(trial, settings=settings, shares_compiled=True, imported=outcome.imported))
+
+
+def _compare(
+    name: str, references: Sequence[Outcome], outcomes: Sequence[Outcome], settled: Outcome, warm: bool
+) -> dict[str, Any]:
     facts = _facts(outcomes, warm)
+    facts["settled_scale"] = None if settled is outcomes[0] else settled.last_scale
     facts["reason"] = outcomes[0].run["reason"]
     facts["speed"] = _paired(references, outcomes) if warm else None
     facts["memory_ratio"] = _ratio(outcomes[0].peak_memory, references[0].peak_memory)
-    facts["parts_at"] = parting(references[0].losses, outcomes[0].losses, name)
-    curves, others = references[0].curves(), outcomes[0].curves()
+    facts["float32_fails"] = _failing(references[0])
+    facts["parts_at"] = parting(references[0].losses, settled.losses, name)
+    curves, others = references[0].curves(), settled.curves()
     pairs = zip(curves, others, strict=False)
     facts["ends_alike"] = 0 < len(curves) == len(others) and all(ends_alike(*pair, name) for pair in pairs)
     return facts
@@ -331,6 +356,19 @@ def _paired(references: Sequence[Outcome], outcomes: Sequence[Outcome]) -> dict[
 
 def _ratio(value: float | None, reference: float | None) -> float | None:
     return None if value is None or not reference else value / reference
+
+
+def _failing(outcome: Outcome) -> str | None:
+    """Return what is wrong with the losses of a run in float32, where they fail or diverge; None for nothing."""
+    broken = (step for step, loss in enumerate(outcome.losses, 1) if loss is not None and not math.isfinite(loss))
+    step = next(broken, None)
+    if step is not None:
+        return f"float32 itself fails: its loss is not finite at step {step}"
+    for curve in outcome.curves():
+        losses = [loss for loss in curve if loss is not None]
+        if losses and abs(losses[-1]) > GROWN * abs(losses[0]) > 0:
+            return f"float32 itself diverges: its loss goes from {losses[0]:.3g} to {losses[-1]:.3g}"
+    return None
 
 
 def parting(reference: Sequence[float | None], losses: Sequence[float | None], dtype: str) -> int | None:
@@ -379,6 +417,7 @@ def _conclusion(facts: Mapping[str, Any]) -> str:
     speed, memory = _speed_decided(facts["speed"]), facts["memory_ratio"]
     smaller = memory is not None and memory < 1 - 5 * ALIKE
     conclusions = (
+        (facts["float32_fails"] is not None, "that comes first, and precision is not its cause"),
         (_skips_most(facts), "look before you rely on it"),
         (facts["float32_parts_at"] is not None, "make the script repeatable first"),
         (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
@@ -391,7 +430,8 @@ def _conclusion(facts: Mapping[str, Any]) -> str:
 
 
 def _skips_most(facts: Mapping[str, Any]) -> bool:
-    return bool(0 < facts["steps"] <= 2 * len(facts["skipped"]))
+    settles = facts["settled_scale"] is not None
+    return not settles and bool(0 < facts["steps"] <= 2 * len(facts["skipped"]))
 
 
 def _speed_decided(speed: Mapping[str, Any] | None) -> str | None:
@@ -412,16 +452,21 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
     losses, parts_at = facts["losses"], facts["parts_at"]
     if all(loss is None for loss in losses):
         return "the losses are not known"
+    if facts["float32_fails"] is not None:
+        return str(facts["float32_fails"])
     if facts["float32_parts_at"] is not None:
         return (
             f"two runs in float32 part from each other at step {facts['float32_parts_at']}, so that losses say nothing"
         )
+    scale = facts["settled_scale"]
+    settled = f" at a loss scale of {scale:g}, where it settles" if scale is not None else ""
     if parts_at is None:
-        return f"the loss agrees with float32's within rounding in all {len(losses)} steps"
-    before = ", ".join(str(step) for step in facts["skipped"] if step <= parts_at)
-    skips = f" (step {before} skipped)" if before else ""
+        return f"the loss agrees with float32's within rounding in all {len(losses)} steps{settled}"
+    before = "" if settled else ", ".join(str(step) for step in facts["skipped"] if step <= parts_at)
+    skips = f" (step {before} skipped)" if before else settled
     first = facts["modules"] and facts["modules"]["first"]
-    where = f", first in {_named(first['module'])}" if first else ""
+    value = "the gradient of the output of " if first and first["direction"] == "backward" else ""
+    where = f", first in {value}{_named(first['module'])}" if first else ""
     return f"the loss parts from float32's at step {parts_at} of {len(losses)}{skips}{where}, and {_end(facts)}"
 
 
@@ -484,12 +529,15 @@ def _watch(
         watching=watching,
         warm_up=0,
         block=1,
+        shares_compiled=True,  # nothing of these runs is timed
+        imported=references[0].imported,
     )
     names = [name for name, outcomes in timed.items() if outcomes[0].watches]
     outcomes = {}
     for name in (REFERENCE, *names) if names else ():
         progress(f"Watching modules and updates in {name} …")
-        outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name)))
+        scale = settings.loss_scale if name == REFERENCE else compared[name]["settled_scale"]
+        outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name, loss_scale=scale)))
     for name, facts in compared.items():
         facts["meters"] = outcomes[name].run["meters"] if name in outcomes else []
         both = (REFERENCE, outcomes.get(REFERENCE)), ("dtype", outcomes.get(name))
@@ -498,7 +546,7 @@ def _watch(
         facts["float32_parts_at"] = _differs(references[0], again, name, facts["parts_at"])
         facts["modules"] = None
         if name in outcomes and facts["float32_parts_at"] is None:
-            facts["modules"] = _modules(watched, name, facts["parts_at"], outcomes[REFERENCE], outcomes[name], run)
+            facts["modules"] = _modules(watched, name, facts, outcomes[REFERENCE], outcomes[name], run)
         facts["verdict"] = verdict(name, facts)
     if not outcomes:
         return [], []
@@ -522,13 +570,14 @@ def _lost(outcome: Outcome | None) -> float:
 
 
 def _modules(
-    watched: Trial, name: str, parts_at: int | None, reference: Outcome, low: Outcome, run: Runner
+    watched: Trial, name: str, facts: Mapping[str, Any], reference: Outcome, low: Outcome, run: Runner
 ) -> dict[str, Any] | None:
     """Compare what modules compute in the watched steps; None if none can be watched.
 
     The first step is of the same weights, and so is that where the losses part: there casting is off in a third run,
     which comes to it in the dtype. The other steps are of two trainings, which go ways of their own.
     """
+    parts_at, scale = facts["parts_at"], facts["settled_scale"]
     errors = {step: step_errors(reference, low, step, name) for step in watched.watched}
     first = errors[1]
     if not first:
@@ -538,7 +587,7 @@ def _modules(
         parted = next((entry for entry in first if entry.parts), None)
     elif parts_at is not None:
         same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
-        exact = run(replace(same, settings=replace(watched.settings, dtype=name)))
+        exact = run(replace(same, settings=replace(watched.settings, dtype=name, loss_scale=scale)))
         parted = next((entry for entry in step_errors(exact, low, parts_at, name) if entry.parts), None)
     return {
         "first": None if parted is None else plain(parted),

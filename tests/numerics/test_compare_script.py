@@ -166,6 +166,20 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
             "repeatable first.",
         ),
         (
+            {"float32_fails": "float32 itself fails: its loss is not finite at step 3", "parts_at": 2},
+            "float32 itself fails: its loss is not finite at step 3: that comes first, and precision is not its cause.",
+        ),
+        (
+            {"settled_scale": 128.0, "skipped": [1, 2, 3]},
+            "the loss agrees with float32's within rounding in all 4 steps at a loss scale of 128, where it settles: "
+            "worth it.",
+        ),
+        (
+            {"parts_at": 2, "ends_alike": False, "modules": {"first": {"module": "2", "direction": "backward"}}},
+            "at step 2 of 4, first in the gradient of the output of module '2', and ends elsewhere: look before you "
+            "rely on it.",
+        ),
+        (
             {"speed": {"ratio": 0.5, "least": 0.5, "largest": 0.5, "pairs": [0.5]}},
             "(one pair of runs), the loss agrees with float32's within rounding in all 4 steps: not worth it on this "
             "machine.",
@@ -206,8 +220,45 @@ def test_the_verdict_is_true_of_what_was_seen(change, sentence):
     speed = {"ratio": 1.5, "least": 1.4, "largest": 1.6, "pairs": [1.4, 1.5, 1.6]}
     facts = {"speed": speed, "memory_ratio": None, "losses": [1.0] * 4, "parts_at": None, "ends_alike": True}
     facts |= {"skipped": [], "steps": 4, "modules": None, "lost": {"float32": 0.0, "dtype": 0.0}}
-    facts["float32_parts_at"] = None
+    facts |= dict.fromkeys(("float32_parts_at", "float32_fails", "settled_scale"))
     assert verdict("float16", {**facts, **change}).endswith(sentence)
+
+
+def test_steps_skipped_until_the_loss_scale_settles_are_no_matter_of_precision():
+    """Each skipped step puts the training back by one: from the scale at which it settles, it trains as float32."""
+    ran = []
+
+    def run(trial):
+        ran.append(trial)
+        outcome, scale = pretended(trial), trial.settings.loss_scale
+        settles = trial.settings.dtype == "float16" and scale is None
+        optimizer = {**outcome.run["optimizers"][0], "skipped": [], "initial_scale": scale or 8.0}
+        optimizer |= {"skipped": [1, 2], "scales": [(1, 4.0), (2, 2.0)]} if settles else {}
+        losses = (1.0, 1.0, 1.0, 0.5) if settles else (1.0, 0.5, 0.25, 0.125)
+        return replace(outcome, run={**outcome.run, "optimizers": [optimizer]}, losses=losses)
+
+    result = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, repeats=1, run=run)
+    facts = result["dtypes"]["float16"]
+    assert (facts["skipped"], facts["settled_scale"]) == ([1, 2], 2.0)
+    assert (facts["parts_at"], facts["ends_alike"]) == (None, True)
+    assert {trial.settings.loss_scale for trial in ran if trial.watched} == {None, 2.0}
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ((1.0, 2.0, math.nan, 1.0), "float32 itself fails: its loss is not finite at step 3"),
+        ((0.5, 0.6, 5.0, 70.0), "float32 itself diverges: its loss goes from 0.5 to 70"),
+        ((0.5, 70.0, 5.0, 0.4), None),
+    ],
+)
+def test_what_fails_in_float32_itself_is_no_matter_of_precision(losses, words):
+    def run(trial):
+        return replace(pretended(trial), losses=losses)
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    assert facts["float32_fails"] == words
+    assert (words or "the loss agrees") in facts["verdict"]
 
 
 def test_the_losses_of_two_optimizers_both_have_to_end_alike():
