@@ -38,6 +38,8 @@ ALIKE: Final = 0.02
 ALONE: Final = 0.5
 # A training diverges whose loss ends so many times larger than it began.
 GROWN: Final = 10.0
+# By so much later gradients may be larger than those at which the loss scale has settled.
+ROOM: Final = 4.0
 _COLUMNS: Final = 6  # watched steps
 _SAMPLES: Final = 256
 
@@ -296,17 +298,20 @@ def _timed_run(trial: Trial, asked: str, run: Runner) -> Outcome:
 
 
 def _settled(trial: Trial, name: str, outcome: Outcome, run: Runner, progress: Callable[[str], Any]) -> Outcome:
-    """Return a run whose losses tell of the dtype: where the loss scale had to settle, one at that where it did.
+    """Return a run whose losses tell of the dtype: where steps were skipped, one at a scale at which none is.
 
-    Steps that are skipped until then put a training back by so many steps, and that is no matter of precision.
+    While the loss scale settles, each skipped step puts the training back by one, and that is no matter of precision.
     """
     first = outcome.run["optimizers"][0]["initial_scale"] if outcome.run["optimizers"] else 0.0
-    scale, skipped = outcome.last_scale, outcome.skipped
-    if not skipped or skipped[-1] == outcome.steps or scale is None or scale >= first:
+    scale = outcome.last_scale
+    finite = all(loss is None or math.isfinite(loss) for loss in outcome.losses)
+    if not outcome.skipped or not finite or scale is None or scale >= first:
         return outcome
-    progress(f"{trial.program.name} in {name} at a loss scale of {scale:g}, where it settled …")
+    scale = max(1.0, scale / ROOM)
+    progress(f"{trial.program.name} in {name} at a loss scale of {scale:g}, for steps were skipped …")
     settings = replace(trial.settings, dtype=name, loss_scale=scale)
-    return run(replace(trial, settings=settings, shares_compiled=True, imported=outcome.imported))
+    again = run(replace(trial, settings=settings, shares_compiled=True, imported=outcome.imported))
+    return outcome if again.skipped else again
 
 
 def _compare(
@@ -459,7 +464,7 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
             f"two runs in float32 part from each other at step {facts['float32_parts_at']}, so that losses say nothing"
         )
     scale = facts["settled_scale"]
-    settled = f" at a loss scale of {scale:g}, where it settles" if scale is not None else ""
+    settled = f" at a loss scale of {scale:g}, at which no step is skipped" if scale is not None else ""
     if parts_at is None:
         return f"the loss agrees with float32's within rounding in all {len(losses)} steps{settled}"
     before = "" if settled else ", ".join(str(step) for step in facts["skipped"] if step <= parts_at)
