@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final
@@ -394,9 +395,9 @@ def ends_alike(reference: Sequence[float | None], losses: Sequence[float | None]
     """
     pairs = [(wide, low) for wide, low in zip(reference, losses, strict=False) if wide is not None and low is not None]
     quarter = pairs[-max(1, len(pairs) // 4) :]
-    if not quarter or not all(math.isfinite(low) for _, low in pairs):
-        return False
     wides, lows = [wide for wide, _ in quarter], [low for _, low in quarter]
+    if not quarter or not all(map(math.isfinite, (*wides, *(low for _, low in pairs)))):
+        return False
     wide, low = statistics.fmean(wides), statistics.fmean(lows)
     bound = ROUNDINGS * 2.0 ** -FORMATS[dtype].bits * max(abs(wide), abs(low))
     return abs(wide - low) <= max(bound, statistics.pstdev(wides))
@@ -592,8 +593,10 @@ def _modules(
         parted = next((entry for entry in first if entry.parts), None)
     elif parts_at is not None:
         same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
-        exact = run(replace(same, settings=replace(watched.settings, dtype=name, loss_scale=scale)))
-        parted = next((entry for entry in step_errors(exact, low, parts_at, name) if entry.parts), None)
+        # What an earlier step has left in low precision, float32 may refuse to compute with: then no module is named.
+        with suppress(TrialError):
+            exact = run(replace(same, settings=replace(watched.settings, dtype=name, loss_scale=scale)))
+            parted = next((entry for entry in step_errors(exact, low, parts_at, name) if entry.parts), None)
     return {
         "first": None if parted is None else plain(parted),
         "worst_outputs": plain(worst_errors(first, "forward")[:WORST]),

@@ -224,6 +224,19 @@ def test_the_verdict_is_true_of_what_was_seen(change, sentence):
     assert verdict("float16", {**facts, **change}).endswith(sentence)
 
 
+def test_where_float32_cannot_go_on_from_what_low_precision_has_left_no_module_is_named():
+    """A pool of pictures in float16, say, which are the next step's inputs."""
+
+    def run(trial):
+        if trial.float32:
+            raise TrialError("mat1 and mat2 must have the same dtype")
+        return pretended(trial)
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    assert (facts["parts_at"], facts["modules"]["first"]) == (3, None)
+    assert "at step 3 of 4 (step 3 skipped), and has 2 values not finite: look before" in facts["verdict"]
+
+
 @pytest.mark.parametrize("skips_again", [False, True])
 def test_steps_skipped_until_the_loss_scale_settles_are_no_matter_of_precision(skips_again):
     """Each skipped step puts the training back by one: at a quarter of the last scale, it trains as float32."""
@@ -250,6 +263,7 @@ def test_steps_skipped_until_the_loss_scale_settles_are_no_matter_of_precision(s
     [
         ((1.0, 2.0, math.nan, 1.0), "float32 itself fails: its loss is not finite at step 3"),
         ((0.5, 0.6, 5.0, 70.0), "float32 itself diverges: its loss goes from 0.5 to 70"),
+        ((1.0, 2.0, 4.0, math.inf), "float32 itself fails: its loss is not finite at step 4"),
         ((0.5, 70.0, 5.0, 0.4), None),
     ],
 )
