@@ -16,10 +16,11 @@ from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
-from .batch import plain
-from .compare import WORST, error_map, padded, worst_errors
+from .batch import Seen, plain
+from .causes import lost_gradients
+from .compare import WORST, error_map, listed_names, padded, worst_errors
 from .meter import LOST
-from .probe import Watching
+from .probe import Replayed, Watching
 from .timing import busy, speed_in_words
 from .trial import TIMED_STEPS, Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
 
@@ -299,27 +300,29 @@ def _timed_run(trial: Trial, asked: str, run: Runner) -> Outcome:
 
 
 def _settled(trial: Trial, name: str, outcome: Outcome, run: Runner, progress: Callable[[str], Any]) -> Outcome:
-    """Return a run whose losses tell of the dtype: where steps were skipped, one at a scale at which none is.
+    """Return a run whose losses tell of the dtype: where steps were skipped, one at a scale at which fewer are.
 
     While the loss scale settles, each skipped step puts the training back by one, and that is no matter of precision.
     """
     first = outcome.run["optimizers"][0]["initial_scale"] if outcome.run["optimizers"] else 0.0
-    scale = outcome.last_scale
-    finite = all(loss is None or math.isfinite(loss) for loss in outcome.losses)
-    if not outcome.skipped or not finite or scale is None or scale >= first:
+    scale, skipped = outcome.last_scale, outcome.skipped
+    before = outcome.losses[: skipped[0]] if skipped else ()
+    finite = all(loss is None or math.isfinite(loss) for loss in before)
+    if not skipped or not finite or scale is None or scale >= first:
         return outcome
     scale = max(1.0, scale / ROOM)
     progress(f"{trial.program.name} in {name} at a loss scale of {scale:g}, for steps were skipped …")
     settings = replace(trial.settings, dtype=name, loss_scale=scale)
     again = run(replace(trial, settings=settings, shares_compiled=True, imported=outcome.imported))
-    return outcome if again.skipped else again
+    return again if len(again.skipped) < len(skipped) else outcome
 
 
 def _compare(
     name: str, references: Sequence[Outcome], outcomes: Sequence[Outcome], settled: Outcome, warm: bool
 ) -> dict[str, Any]:
     facts = _facts(outcomes, warm)
-    facts["settled_scale"] = None if settled is outcomes[0] else settled.last_scale
+    again = {"scale": settled.last_scale, "skipped": settled.skipped}
+    facts["settled"] = None if settled is outcomes[0] else again
     facts["reason"] = outcomes[0].run["reason"]
     facts["speed"] = _paired(references, outcomes) if warm else None
     facts["memory_ratio"] = _ratio(outcomes[0].peak_memory, references[0].peak_memory)
@@ -405,13 +408,15 @@ def ends_alike(reference: Sequence[float | None], losses: Sequence[float | None]
 
 def verdict(name: str, facts: Mapping[str, Any]) -> str:
     """Return one sentence: is it right, and is it worth it."""
-    speed, memory, lost, skipped = facts["speed"], facts["memory_ratio"], facts["lost"], len(facts["skipped"])
+    speed, memory, lost, skipped = facts["speed"], facts["memory_ratio"], facts["lost"], len(_skipped(facts))
     few = f"{facts['steps']} {'step is' if facts['steps'] == 1 else 'steps are'} too few to time"
     parts = [few if speed is None else speed_in_words(speed["pairs"])]
     parts += [] if memory is None else [f"{memory:.2f} times the memory"]
     parts.append(_of_losses(facts))
     if lost["dtype"] >= LOST:
         parts.append(f"{lost['dtype']:.0%} of the updates round to nothing ({lost['float32']:.0%} of those in float32)")
+    if facts["flushed"]:
+        parts.append(f"gradients of {listed_names(facts['flushed'])} flush to zero")
     if _skips_most(facts):
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
     return f"{name}: {', '.join(parts)}: {_conclusion(facts)}."
@@ -424,7 +429,7 @@ def _conclusion(facts: Mapping[str, Any]) -> str:
     smaller = memory is not None and memory < 1 - 5 * ALIKE
     conclusions = (
         (facts["float32_fails"] is not None, "that comes first, and precision is not its cause"),
-        (_skips_most(facts), "look before you rely on it"),
+        (_skips_most(facts) or bool(facts["flushed"]), "look before you rely on it"),
         (facts["float32_parts_at"] is not None, "make the script repeatable first"),
         (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
         (speed is None, "more steps, by --steps or by the script, decide whether it is worth it"),
@@ -436,8 +441,12 @@ def _conclusion(facts: Mapping[str, Any]) -> str:
 
 
 def _skips_most(facts: Mapping[str, Any]) -> bool:
-    settles = facts["settled_scale"] is not None
-    return not settles and bool(0 < facts["steps"] <= 2 * len(facts["skipped"]))
+    return bool(0 < facts["steps"] <= 2 * len(_skipped(facts)))
+
+
+def _skipped(facts: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the skipped steps in the run whose losses are compared."""
+    return list((facts["settled"] or facts)["skipped"])
 
 
 def _speed_decided(speed: Mapping[str, Any] | None) -> str | None:
@@ -464,12 +473,11 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
         return (
             f"two runs in float32 part from each other at step {facts['float32_parts_at']}, so that losses say nothing"
         )
-    scale = facts["settled_scale"]
-    settled = f" at a loss scale of {scale:g}, at which no step is skipped" if scale is not None else ""
+    settled = f" at a loss scale of {facts['settled']['scale']:g}" if facts["settled"] else ""
     if parts_at is None:
         return f"the loss agrees with float32's within rounding in all {len(losses)} steps{settled}"
-    before = "" if settled else ", ".join(str(step) for step in facts["skipped"] if step <= parts_at)
-    skips = f" (step {before} skipped)" if before else settled
+    before = ", ".join(str(step) for step in _skipped(facts) if step <= parts_at)
+    skips = settled + (f" (step {before} skipped)" if before else "")
     first = facts["modules"] and facts["modules"]["first"]
     value = "the gradient of the output of " if first and first["direction"] == "backward" else ""
     where = f", first in {value}{_named(first['module'])}" if first else ""
@@ -542,7 +550,7 @@ def _watch(
     outcomes = {}
     for name in (REFERENCE, *names) if names else ():
         progress(f"Watching modules and updates in {name} …")
-        scale = settings.loss_scale if name == REFERENCE else compared[name]["settled_scale"]
+        scale = settings.loss_scale if name == REFERENCE else _scale(compared[name])
         outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name, loss_scale=scale)))
     for name, facts in compared.items():
         facts["meters"] = outcomes[name].run["meters"] if name in outcomes else []
@@ -553,12 +561,20 @@ def _watch(
         facts["modules"] = None
         if name in outcomes and facts["float32_parts_at"] is None:
             facts["modules"] = _modules(watched, name, facts, outcomes[REFERENCE], outcomes[name], run)
+        low = outcomes.get(name)
+        facts["flushed"] = lost_gradients(_first_step(low), _first_step(outcomes[REFERENCE])) if low else []
         facts["verdict"] = verdict(name, facts)
     if not outcomes:
         return [], []
     exact = outcomes[REFERENCE]
     shapes = dict.fromkeys((entry.name, entry.shape) for own in exact.gradients.values() for entry in own)
     return list(exact.run["meters"]), list(shapes)
+
+
+def _first_step(outcome: Outcome) -> Seen:
+    """Return the gradients of the first step: its weights are the same in every run."""
+    gradients = {entry.name: entry.values for entry in outcome.gradients.get(1, ()) if entry.values is not None}
+    return Seen(Replayed(0.0, gradients, {}))
 
 
 def _differs(reference: Outcome, again: Sequence[Outcome], name: str, parts_at: int | None) -> int | None:
@@ -575,6 +591,11 @@ def _lost(outcome: Outcome | None) -> float:
     return max((meter["last"]["lost"] for meter in (outcome.run["meters"] if outcome else ())), default=0.0)
 
 
+def _scale(facts: Mapping[str, Any]) -> float | None:
+    """Return the loss scale of the run whose losses are compared; None for that of `ampx run`."""
+    return facts["settled"]["scale"] if facts["settled"] else None
+
+
 def _modules(
     watched: Trial, name: str, facts: Mapping[str, Any], reference: Outcome, low: Outcome, run: Runner
 ) -> dict[str, Any] | None:
@@ -583,7 +604,7 @@ def _modules(
     The first step is of the same weights, and so is that where the losses part: there casting is off in a third run,
     which comes to it in the dtype. The other steps are of two trainings, which go ways of their own.
     """
-    parts_at, scale = facts["parts_at"], facts["settled_scale"]
+    parts_at, scale = facts["parts_at"], _scale(facts)
     errors = {step: step_errors(reference, low, step, name) for step in watched.watched}
     first = errors[1]
     if not first:

@@ -23,7 +23,7 @@ from ampx.numerics.probe import Reading, Stats
 from ampx.numerics.trial import Outcome, TrialError
 from ampx.run import RunSettings
 from ampx.run.program import Program
-from ampx.run.recorder import MeterRecord
+from ampx.run.recorder import MeterRecord, SampledGradient
 
 SECONDS = {"float32": 0.2, "float16": 0.1, "bfloat16": 0.4}
 LAYERS = ("first", "<second>")
@@ -170,9 +170,12 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
             "float32 itself fails: its loss is not finite at step 3: that comes first, and precision is not its cause.",
         ),
         (
-            {"settled_scale": 128.0, "skipped": [1, 2, 3]},
-            "the loss agrees with float32's within rounding in all 4 steps at a loss scale of 128, at which no step is "
-            "skipped: worth it.",
+            {"settled": {"scale": 128.0, "skipped": []}, "skipped": [1, 2, 3]},
+            "the loss agrees with float32's within rounding in all 4 steps at a loss scale of 128: worth it.",
+        ),
+        (
+            {"flushed": ["small.weight"]},
+            "in all 4 steps, gradients of small.weight flush to zero: look before you rely on it.",
         ),
         (
             {"parts_at": 2, "ends_alike": False, "modules": {"first": {"module": "2", "direction": "backward"}}},
@@ -220,7 +223,7 @@ def test_the_verdict_is_true_of_what_was_seen(change, sentence):
     speed = {"ratio": 1.5, "least": 1.4, "largest": 1.6, "pairs": [1.4, 1.5, 1.6]}
     facts = {"speed": speed, "memory_ratio": None, "losses": [1.0] * 4, "parts_at": None, "ends_alike": True}
     facts |= {"skipped": [], "steps": 4, "modules": None, "lost": {"float32": 0.0, "dtype": 0.0}}
-    facts |= dict.fromkeys(("float32_parts_at", "float32_fails", "settled_scale"))
+    facts |= {**dict.fromkeys(("float32_parts_at", "float32_fails", "settled")), "flushed": []}
     assert verdict("float16", {**facts, **change}).endswith(sentence)
 
 
@@ -235,6 +238,20 @@ def test_where_float32_cannot_go_on_from_what_low_precision_has_left_no_module_i
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
     assert (facts["parts_at"], facts["modules"]["first"]) == (3, None)
     assert "at step 3 of 4 (step 3 skipped), and has 2 values not finite: look before" in facts["verdict"]
+
+
+def test_gradients_that_flush_to_zero_are_named_though_the_losses_agree():
+    """Of two losses of one trunk the larger one hides what becomes of the smaller one."""
+
+    def run(trial):
+        flushes = trial.settings.dtype == "float16"
+        gradients = (SampledGradient("small", (16,), np.full(16, 0.0 if flushes else 1e-9, np.float32)),)
+        gradients += (SampledGradient("large", (16,), np.ones(16, np.float32)),)
+        taken = dict.fromkeys(trial.gradients, gradients)
+        return replace(pretended(trial), losses=(1.0, 0.5, 0.25, 0.1), gradients=taken)
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    assert (facts["parts_at"], facts["flushed"]) == (None, ["small"])
 
 
 @pytest.mark.parametrize("skips_again", [False, True])
@@ -254,7 +271,8 @@ def test_steps_skipped_until_the_loss_scale_settles_are_no_matter_of_precision(s
     result = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, repeats=1, run=run)
     facts = result["dtypes"]["float16"]
     assert facts["skipped"] == [1, 2]
-    assert (facts["settled_scale"], facts["parts_at"]) == ((None, 2) if skips_again else (4.0, None))
+    settled = (None, 2) if skips_again else ({"scale": 4.0, "skipped": []}, None)
+    assert (facts["settled"], facts["parts_at"]) == settled
     assert {trial.settings.loss_scale for trial in ran if trial.watched} == ({None} if skips_again else {None, 4.0})
 
 
