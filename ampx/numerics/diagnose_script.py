@@ -33,6 +33,8 @@ _GROWN: Final = 10.0
 _ALIKE: Final = 4.0  # the largest number of one batch over that of another of the same size
 # Where nothing fails this step is looked at, or the last before it that was not skipped: early, to cost little.
 _HEALTHY: Final = 20
+# A cure lets training go on for so many steps, where the script makes them.
+_LATER: Final = 3
 
 
 def diagnose_script(
@@ -204,7 +206,8 @@ class _Runs:
 
     def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
         """Run the step with a change; `modules` are the names of all."""
-        trial = {"forced": _in_every_model(change.float32, modules), "watched": (self._step,)}
+        forced = _in_every_model(change.float32, modules)
+        trial = {"forced": forced, "watched": (self._step,), "steps": self._step + _LATER}
         settings: dict[str, Any] = {"loss_scale": change.scale, "dtype": change.dtype}
         if change.operations:
             settings["deny"] = (*self._trial.settings.deny, *change.operations)
@@ -214,7 +217,8 @@ class _Runs:
             )
         except TrialError as error:
             return Refusal(str(error).splitlines()[0])
-        return self.seen(outcome)
+        seen = self.seen(outcome)
+        return seen if isinstance(seen, Refusal) else replace(seen, fails_later=_fails_after(outcome, self._step))
 
 
 def _in_every_model(names: Sequence[str], modules: Sequence[str]) -> dict[str, str]:
@@ -320,6 +324,13 @@ def _seen(outcome: Outcome, step: int) -> Seen:
     losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
     skipped = step in outcome.skipped
     return Seen(replayed, of_the_step(outcome.readings[step]), skipped, max(losses, default=0.0))
+
+
+def _fails_after(outcome: Outcome, step: int) -> bool:
+    """Return whether a run raised behind a step, had a loss that is not finite, or skipped all steps there."""
+    later = set(range(step + 1, outcome.steps + 1))
+    broken = any(loss is not None and not math.isfinite(loss) for loss in outcome.losses[step:])
+    return outcome.raised is not None or broken or (bool(later) and later <= set(outcome.skipped))
 
 
 def _refusal(outcome: Outcome, step: int) -> Refusal | None:

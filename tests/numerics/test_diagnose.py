@@ -409,3 +409,21 @@ def test_the_way_to_a_place_goes_back_along_inputs_until_one_agrees_with_float32
     assert [(link.place.value.largest, link.float32.largest) for link in links] == [(40, 40), (33, 44), (6, 7)]
     assert str(links[1]) == "module 'lossy': 11 to 33, in float32 11 to 44, off by 22 %"
     assert str(links[2]).endswith("not finite")
+
+
+def test_what_cures_a_step_and_not_those_behind_it_is_no_cure():
+    """The norm of a row of zeros in float32, say: its gradients fail in every later step."""
+    broken = read("pow", [3e2], [math.inf], "norm")
+    low = seen(read("mm", [1.0], [3e2], "linear"), broken, loss=math.inf)
+    exact = seen(read("mm", [1.0], [3e2], "linear"), read("pow", [3e2], [9e4], "norm"))
+    tried = []
+
+    def again(change, modules):
+        tried.append(change)
+        return replace(exact, fails_later=change.dtype is None)
+
+    diagnosis = examined(low, exact, "float16", 1.0, again)
+    assert (tried[0].float32, tried[-1].dtype) == (("norm",), "bfloat16")
+    assert str(diagnosis.experiments[0]).endswith("finite, 0 % from float32's, and the steps behind it fail")
+    assert [entry.cures for entry in diagnosis.experiments] == [False] * (len(tried) - 1) + [True]
+    assert diagnosis.advice == 'amp = ampx.init(dtype="bfloat16")'

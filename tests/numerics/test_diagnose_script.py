@@ -13,7 +13,7 @@ import ampx
 from ampx.numerics import report
 from ampx.numerics.batch import Seen
 from ampx.numerics.causes import find_fault
-from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.diagnose_script import _fails_after, diagnose_script
 from ampx.numerics.places import first_failing, of_the_step
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.trial import Outcome
@@ -239,3 +239,20 @@ def test_a_run_that_failed_in_low_precision_names_the_command_that_says_whether_
 @pytest.mark.parametrize(("dtype", "condition"), [("float32", "True"), ("float16", "False")])
 def test_a_run_that_did_not_fail_or_not_in_low_precision_names_no_diagnosis(toy_script, dtype, condition):
     assert "ampx diagnose" not in run_of_toy(toy_script, dtype, condition).stderr
+
+
+@pytest.mark.parametrize(
+    ("losses", "skipped", "raised", "fails"),
+    [
+        ((1.0, 1.0, 1.0), [], None, False),
+        ((1.0, 1.0, 1.0), [3], None, False),
+        ((1.0, 1.0, 1.0), [2, 3], None, True),
+        ((1.0, 1.0, math.nan), [], None, True),
+        ((1.0, 1.0), [], ("ValueError: no", "train.py:3"), True),
+        ((1.0,), [], None, False),
+        ((1.0,), [1], None, False),
+    ],
+)
+def test_training_goes_on_behind_a_step_unless_it_raises_fails_or_skips_all_that_follow(losses, skipped, raised, fails):
+    run = {"steps": len(losses), "dtype": "float16", "optimizers": [{"skipped": skipped}]}
+    assert _fails_after(Outcome(run, losses, raised=raised), 1) is fails
