@@ -553,22 +553,39 @@ def _watch(
         scale = settings.loss_scale if name == REFERENCE else _scale(compared[name])
         outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name, loss_scale=scale)))
     for name, facts in compared.items():
-        facts["meters"] = outcomes[name].run["meters"] if name in outcomes else []
-        both = (REFERENCE, outcomes.get(REFERENCE)), ("dtype", outcomes.get(name))
-        facts["lost"] = {key: _lost(outcome) for key, outcome in both}
-        again = [*references[1:], *([outcomes[REFERENCE]] if outcomes else [])]
-        facts["float32_parts_at"] = _differs(references[0], again, name, facts["parts_at"])
-        facts["modules"] = None
-        if name in outcomes and facts["float32_parts_at"] is None:
-            facts["modules"] = _modules(watched, name, facts, outcomes[REFERENCE], outcomes[name], run)
-        low = outcomes.get(name)
-        facts["flushed"] = lost_gradients(_first_step(low), _first_step(outcomes[REFERENCE])) if low else []
+        facts.update(_watched_facts(watched, name, facts, references, outcomes, run))
         facts["verdict"] = verdict(name, facts)
     if not outcomes:
         return [], []
     exact = outcomes[REFERENCE]
     shapes = dict.fromkeys((entry.name, entry.shape) for own in exact.gradients.values() for entry in own)
     return list(exact.run["meters"]), list(shapes)
+
+
+def _watched_facts(
+    watched: Trial,
+    name: str,
+    facts: Mapping[str, Any],
+    references: Sequence[Outcome],
+    outcomes: Mapping[str, Outcome],
+    run: Runner,
+) -> dict[str, Any]:
+    """Return what watched runs tell of a dtype, beside `facts`; less where it was not watched."""
+    low, exact = outcomes.get(name), outcomes.get(REFERENCE)
+    again = [*references[1:], *([] if exact is None else [exact])]
+    seen: dict[str, Any] = {
+        "meters": [] if low is None else low.run["meters"],
+        "lost": {REFERENCE: _lost(exact), "dtype": _lost(low)},
+        "float32_parts_at": _differs(references[0], again, name, facts["parts_at"]),
+        "modules": None,
+        "flushed": [],
+    }
+    if low is None or exact is None:
+        return seen
+    seen["flushed"] = lost_gradients(_first_step(low), _first_step(exact))
+    if seen["float32_parts_at"] is None:
+        seen["modules"] = _modules(watched, name, facts, exact, low, run)
+    return seen
 
 
 def _first_step(outcome: Outcome) -> Seen:
