@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final
@@ -631,10 +630,13 @@ def _modules(
         parted = next((entry for entry in first if entry.parts), None)
     elif parts_at is not None:
         same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
-        # What an earlier step has left in low precision, float32 may refuse to compute with: then no module is named.
-        with suppress(TrialError):
+        try:
             exact = run(replace(same, settings=replace(watched.settings, dtype=name, loss_scale=scale)))
             parted = next((entry for entry in step_errors(exact, low, parts_at, name) if entry.parts), None)
+        except TrialError:
+            # float32 cannot compute with what an earlier step has left in low precision. Of two trainings that have
+            # gone ways of their own, only what is not finite tells.
+            parted = next((entry for entry in errors[parts_at] if math.isinf(entry.error)), None)
     return {
         "first": None if parted is None else plain(parted),
         "worst_outputs": plain(worst_errors(first, "forward")[:WORST]),

@@ -322,10 +322,10 @@ NAMES = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "paddle":
 INTRODUCTION = """# How often the debugger is right
 
 Here are training scripts that fail of their precision, or of something else that looks like it, and what `ampx
-diagnose`, `ampx tune` and the frameworks' own tools say of each. The models are those of libraries where these have
-one; weights and data are made for the purpose. What is true of a script was measured with the framework alone, and
-written down before a tool saw it: what fails, where, and what cures it. Every script has a healthy twin, which differs
-by its data, its weights or a formula, and in which a tool must find nothing.
+diagnose`, `ampx tune`, `ampx compare` and the frameworks' own tools say of each. The models are those of libraries
+where these have one; weights and data are made for the purpose. What is true of a script was measured with the
+framework alone, and written down before a tool saw it: what fails, where, and what cures it. Every script has a healthy
+twin, which differs by its data, its weights or a formula, and in which a tool must find nothing.
 
 - **right and curing**: kind and place are true, and the advice was carried out: the script then trains as in float32.
   `tune` is also right where float32 itself fails and it says so.
@@ -334,6 +334,10 @@ by its data, its weights or a formula, and in which a tool must find nothing.
 - **wrong**: a kind or a place is named that is not true, or all is said to be well. `tune` is wrong where the script
   does not train by its policy as in float32, or where that keeps in float32 what is not at fault.
 - **twin accused**: a fault is named in the healthy twin.
+
+`compare` names no kind and gives no advice. It is right if the first value that it says differs from float32's is an output
+of the module at fault, or the gradient of one; where no module is at fault, if it names no output; where float32 fails,
+if it says so. It names a consumer of lost digits, where `diagnose` goes back to what lost them: that counts as wrong.
 
 Other tools name no kind and give no advice. They are judged by the module or the line of the script that they name;
 where only a module of a library is at fault, any line of the script counts as true. They run in the framework's own

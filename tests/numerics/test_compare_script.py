@@ -227,17 +227,25 @@ def test_the_verdict_is_true_of_what_was_seen(change, sentence):
     assert verdict("float16", {**facts, **change}).endswith(sentence)
 
 
-def test_where_float32_cannot_go_on_from_what_low_precision_has_left_no_module_is_named():
+@pytest.mark.parametrize(("number", "module"), [(1.5, None), (math.inf, "<second>")])
+def test_where_float32_cannot_go_on_from_what_low_precision_has_left_only_what_is_not_finite_is_named(number, module):
     """A pool of pictures in float16, say, which are the next step's inputs."""
 
     def run(trial):
         if trial.float32:
             raise TrialError("mat1 and mat2 must have the same dtype")
-        return pretended(trial)
+        outcome = pretended(trial)
+        if trial.settings.dtype != "float16" or 3 not in trial.watched:
+            return outcome
+        first, second = outcome.readings[3]
+        other = replace(second, sample=np.array([1.0, number], np.float32))
+        return replace(outcome, readings={**outcome.readings, 3: (first, other)})
 
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
-    assert (facts["parts_at"], facts["modules"]["first"]) == (3, None)
-    assert "at step 3 of 4 (step 3 skipped), and has 2 values not finite: look before" in facts["verdict"]
+    first = facts["modules"]["first"]
+    assert (facts["parts_at"], first and first["module"]) == (3, module)
+    where = f", first in module {module!r}" if module else ""
+    assert f"at step 3 of 4 (step 3 skipped){where}, and has" in facts["verdict"]
 
 
 def test_gradients_that_flush_to_zero_are_named_though_the_losses_agree():
