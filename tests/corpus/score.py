@@ -335,9 +335,10 @@ twin, which differs by its data, its weights or a formula, and in which a tool m
   does not train by its policy as in float32, or where that keeps in float32 what is not at fault.
 - **twin accused**: a fault is named in the healthy twin.
 
-`compare` names no kind and gives no advice. It is right if the first value that it says differs from float32's is an output
-of the module at fault, or the gradient of one; where no module is at fault, if it names no output; where float32 fails,
-if it says so. It names a consumer of lost digits, where `diagnose` goes back to what lost them: that counts as wrong.
+`compare` names no kind and gives no advice. It is right if the first value that it says differs from float32's is an
+output of the module at fault, or the gradient of one; where no module is at fault, if it names no output; where float32
+fails, if it says so. It names a consumer of lost digits, where `diagnose` goes back to what lost them: that counts as
+wrong.
 
 Other tools name no kind and give no advice. They are judged by the module or the line of the script that they name;
 where only a module of a library is at fault, any line of the script counts as true. They run in the framework's own
