@@ -193,7 +193,7 @@ class _Runs:
     def whole(self) -> Outcome:
         """Run the script in float32 from its first step, once."""
         if self._whole is None:
-            both = {"watched": (1, self._step)}
+            both = {"watched": (1, self._step), "steps": self._step + _LATER}
             self._whole = self.run("in float32 from the first step on", both, dtype="float32")
         return self._whole
 
@@ -218,7 +218,10 @@ class _Runs:
         except TrialError as error:
             return Refusal(str(error).splitlines()[0])
         seen = self.seen(outcome)
-        return seen if isinstance(seen, Refusal) else replace(seen, fails_later=_fails_after(outcome, self._step))
+        if isinstance(seen, Refusal):
+            return seen
+        fails = _fails_after(outcome, self._step) and not _diverges_after(self.whole(), self._step)
+        return replace(seen, fails_later=fails)
 
 
 def _in_every_model(names: Sequence[str], modules: Sequence[str]) -> dict[str, str]:
@@ -331,6 +334,13 @@ def _fails_after(outcome: Outcome, step: int) -> bool:
     later = set(range(step + 1, outcome.steps + 1))
     broken = any(loss is not None and not math.isfinite(loss) for loss in outcome.losses[step:])
     return outcome.raised is not None or broken or (bool(later) and later <= set(outcome.skipped))
+
+
+def _diverges_after(outcome: Outcome, step: int) -> bool:
+    """Return whether a run in float32 fails behind a step, too, or its loss grows there beyond what it was."""
+    largest = max((abs(loss) for loss in outcome.losses[:step] if loss is not None), default=0.0)
+    grows = any(loss is not None and abs(loss) > _GROWN * largest for loss in outcome.losses[step:])
+    return grows or _fails_after(outcome, step)
 
 
 def _refusal(outcome: Outcome, step: int) -> Refusal | None:

@@ -13,7 +13,7 @@ import ampx
 from ampx.numerics import report
 from ampx.numerics.batch import Seen
 from ampx.numerics.causes import find_fault
-from ampx.numerics.diagnose_script import _fails_after, diagnose_script
+from ampx.numerics.diagnose_script import _diverges_after, _fails_after, diagnose_script
 from ampx.numerics.places import first_failing, of_the_step
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.trial import Outcome
@@ -256,3 +256,10 @@ def test_a_run_that_did_not_fail_or_not_in_low_precision_names_no_diagnosis(toy_
 def test_training_goes_on_behind_a_step_unless_it_raises_fails_or_skips_all_that_follow(losses, skipped, raised, fails):
     run = {"steps": len(losses), "dtype": "float16", "optimizers": [{"skipped": skipped}]}
     assert _fails_after(Outcome(run, losses, raised=raised), 1) is fails
+    assert _diverges_after(Outcome(run, losses, raised=raised), 1) is fails
+
+
+@pytest.mark.parametrize(("later", "diverges"), [(19.0, False), (21.0, True)])
+def test_float32_diverges_behind_a_step_if_the_loss_is_ten_times_what_it_was(later, diverges):
+    run = {"steps": 3, "dtype": "float32", "optimizers": []}
+    assert _diverges_after(Outcome(run, (2.0, 1.0, later)), 2) is diverges
