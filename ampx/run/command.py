@@ -185,7 +185,7 @@ def _write(asked: Path, report: dict[str, Any], quiet: bool) -> list[str]:
 
 
 def _failure(report: dict[str, Any], finished: Finished) -> str:
-    """Return how a script failed: by an exception, or by skipping half of its steps, which `ampx diagnose` looks for."""
+    """Return how a script failed: by an exception, or by skipping half of its steps, as `ampx diagnose` counts."""
     if isinstance(finished.error, Exception):
         return f"by {type(finished.error).__name__}"
     steps, skipped = report["steps"], report["skipped"]

@@ -1,4 +1,4 @@
-"""The route of a newcomer: files of docs/evidence/route hold what he types, what was printed, and exit codes.
+"""The route of a newcomer: files of docs/evidence/route hold what is typed, what was printed, and exit codes.
 
     $ a command
     what it prints, standard output and standard error

@@ -8,13 +8,15 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from importlib import metadata
+from pathlib import Path
 
 
-def packed(name, folder):
-    """Make a wheel of an installed distribution, and of those that it needs, where there is none yet."""
+def packed(name, folder, *, alone=False):
+    """Make a wheel of an installed distribution where there is none, and unless `alone` of those that it needs."""
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:  # for another system or Python
@@ -29,7 +31,7 @@ def packed(name, folder):
     ]
     contents = {str(path): path.locate().read_bytes() for path in files if path.name not in own}
     write_wheel(target, next(path.parent for path in files if path.name == "WHEEL"), contents)
-    for requirement in distribution.requires or ():
+    for requirement in () if alone else distribution.requires or ():
         if "extra ==" not in requirement:
             packed(re.match(r"[\w.-]+", requirement)[0], folder)
 
@@ -50,10 +52,16 @@ def write_wheel(target, info, contents):
 class Stranger:
     """Somebody with an empty virtual environment, an index in a folder, and no network."""
 
-    def __init__(self, folder, index):
+    def __init__(self, folder, index, *, has_framework=False):
+        """Make the environment; with `has_framework` all is in it that is in this one, but ampx."""
         self.index = index
         venv.create(folder, with_pip=False, symlinks=True)
         self.bin, self.home = folder / "bin", folder
+        if has_framework:
+            (installed,) = folder.glob("lib/python*/site-packages")
+            for path in Path(sysconfig.get_path("purelib")).iterdir():
+                if not path.name.startswith(("ampx", "_virtualenv")):
+                    (installed / path.name).symlink_to(path)
 
     def pip(self, *arguments):
         return self._printed("pip", *arguments)

@@ -17,13 +17,8 @@ images = np.float32(digits.data * 256)  # as a camera of 12 bits has them
 random = np.random.default_rng(0)
 
 
-def dense(rows, columns):
-    weight = random.normal(size=(rows, columns)) * (2 / rows) ** 0.5
-    return {"weight": jnp.asarray(weight, jnp.float32), "bias": jnp.zeros(columns)}
-
-
-def apply(layer, x):
-    return x @ layer["weight"] + layer["bias"]
+def normal(rows, columns):
+    return jnp.asarray(random.normal(size=(rows, columns)) * (2 / rows) ** 0.5, jnp.float32)
 
 
 def standardize(x):
@@ -34,14 +29,14 @@ def standardize(x):
 
 
 def predict(params, x):
-    x = jax.nn.relu(apply(params["first"], x))
+    x = jax.nn.relu(x @ params["first"])
     with jax.named_scope("standardize"):
         x = standardize(x)
-    x = jax.nn.relu(apply(params["second"], x))
-    return apply(params["last"], x)
+    x = jax.nn.relu(x @ params["second"])
+    return x @ params["last"]
 
 
-params = {"first": dense(64, 256), "second": dense(256, 256), "last": dense(256, 10)}
+params = {"first": normal(64, 256), "second": normal(256, 256), "last": normal(256, 10)}
 tx = optax.adamw(1e-3)
 opt_state = tx.init(params)
 
