@@ -12,6 +12,7 @@ gluon = mx.gluon
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--damaged", action="store_true", help="a picture of the fourth batch has a pixel without a value")
 options = parser.parse_args()
 mx.random.seed(0)
 
@@ -41,6 +42,8 @@ trainer = gluon.Trainer(network.collect_params(), "adam", {"learning_rate": 1e-3
 for step in range(options.steps):
     rows = random.integers(len(digits.data), size=128)
     images = mx.nd.array(digits.data[rows] * 256)  # as a camera of 12 bits has them
+    if options.damaged and step == 3:
+        images[5, 20] = float("nan")
     with mx.autograd.record():
         losses = loss_function(network(images), mx.nd.array(digits.target[rows]))
         losses.backward()
