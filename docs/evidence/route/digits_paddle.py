@@ -9,11 +9,14 @@ from sklearn.datasets import load_digits
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--damaged", action="store_true", help="a picture has a pixel without a value")
 options = parser.parse_args()
 paddle.seed(0)
 
 digits = load_digits()  # 1797 images of 8 by 8 pixels, which come with scikit-learn
 images = paddle.to_tensor(digits.data * 256, dtype="float32")  # as a camera of 12 bits has them
+if options.damaged:
+    images[5, 20] = float("nan")
 labels = paddle.to_tensor(digits.target)
 random = np.random.default_rng(0)
 
