@@ -49,10 +49,14 @@ def go(framework, stranger):
         yield step, Step(step.command, _plain(done.stdout, stranger.home), done.returncode)
 
 
+# Lines that TensorFlow logs at its start, with times and numbers of processes.
+LOGGED = r"[IWEF]\d{4} |WARNING: All log messages"
+
+
 def _plain(text, home):
     """Return an output as the file keeps it: without the places of this machine."""
     lines = text.replace(f"{home}/", "").replace(str(home), ".").splitlines()
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return "".join(f"{line.rstrip()}\n" for line in lines if not re.match(LOGGED, line))
 
 
 if __name__ == "__main__":
