@@ -21,17 +21,16 @@ def normal(rows, columns):
     return jnp.asarray(random.normal(size=(rows, columns)) * (2 / rows) ** 0.5, jnp.float32)
 
 
-def standardize(x):
-    """Bring each row to mean 0 and variance 1."""
-    mean = x.mean(-1, keepdims=True)
-    variance = (x * x).mean(-1, keepdims=True) - mean * mean
-    return (x - mean) / jnp.sqrt(variance + 1e-3)
+def shares(x):
+    """Return each feature's share of the energy of its row."""
+    energy = x * x
+    return 16 * energy / energy.sum(-1, keepdims=True)
 
 
 def predict(params, x):
     x = jax.nn.relu(x @ params["first"])
-    with jax.named_scope("standardize"):
-        x = standardize(x)
+    with jax.named_scope("shares"):
+        x = shares(x)
     x = jax.nn.relu(x @ params["second"])
     return x @ params["last"]
 
