@@ -120,7 +120,7 @@ def narrow_pages(window, pages):
 
 
 @pytest.mark.parametrize(("of", "width"), [("pages", 1280), ("narrow_pages", 390)])
-def test_no_page_scrolls_sideways(of, width, request):
+def test_no_page_scrolls_sideways_or_writes_an_error_to_the_console(of, width, request):
     seen = request.getfixturevalue(of)
     assert {page.window_width for page in seen.values()} == {width}
     assert {address: page.beyond_the_edge for address, page in seen.items() if page.scrolls_sideways} == {}
