@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import signal
@@ -572,8 +573,9 @@ def demo(
         demo_command.refuse_both(framework)
     else:
         framework = demo_command.find_framework(framework)
-    import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
-    import sklearn  # noqa: F401
+    # A missing extra is told before the training, not after. The extra of scikit-learn brings matplotlib, too.
+    for module in ("sklearn", "matplotlib.figure"):
+        importlib.import_module(module)
 
     demo_command.make_folder(out)
     if framework is None:

@@ -221,9 +221,9 @@ def test_a_step_in_which_nothing_ran_in_python_is_not_called_healthy():
         diagnose_script(Program("train.py"), RunSettings(), at=3, run=lambda trial: outcome)
 
 
-def run_of_toy(toy_script, dtype, condition="True"):
+def run_of_toy(toy_script, dtype, condition="True", factor="1.0"):
     """Return what `ampx run` prints of a script that raises in its first step."""
-    program = toy_script(RAISES.replace("FACTOR", "1.0").replace("CONDITION", condition))
+    program = toy_script(RAISES.replace("FACTOR", factor).replace("CONDITION", condition))
     command = (sys.executable, "-m", "ampx", "run", "--framework", "toy", "--dtype", dtype, program.name, "a b")
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
@@ -263,3 +263,14 @@ def test_training_goes_on_behind_a_step_unless_it_raises_fails_or_skips_all_that
 def test_float32_diverges_behind_a_step_if_the_loss_is_ten_times_what_it_was(later, diverges):
     run = {"steps": 3, "dtype": "float32", "optimizers": []}
     assert _diverges_after(Outcome(run, (2.0, 1.0, later)), 2) is diverges
+
+
+@pytest.mark.parametrize(("first", "skipped"), [(4, 3), (5, 2)])  # and the very first, at the first scale
+def test_a_run_that_skips_half_of_its_steps_names_it_too(toy_script, first, skipped):
+    done = run_of_toy(toy_script, "float16", "False", f"float('inf') if step >= {first} else 1.0")
+    lines = [line for line in done.stderr.splitlines() if "ampx diagnose" in line]
+    assert done.returncode == 0
+    assert f"6 steps, {skipped} skipped" in done.stderr
+    assert [f"in {skipped} of 6 steps, which were skipped; whether float16 is why" in line for line in lines] == (
+        [True] if skipped == 3 else []
+    )
