@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ampx.callers import script_line
 from ampx.modules import check_patterns
 from ampx.numerics.probe import Watching
 from ampx.numerics.watching import Reduced, Watcher, Where
 from ampx_torch.lent_hooks import lend
+from ampx_torch.modes import Mode, leave
 from ampx_torch.names import Names, each_model
 
 from .reductions import TENSORS, floating, wait
@@ -184,15 +184,15 @@ class _Gradient:
             self._listen(gradient)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(Mode):
     """Sees every kernel with the tensors it really gets, after autocast and in backward, too."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.run: Callable[..., Any] | None = run
+        self.run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.run is None:
+        if self.ended:
             return func(*args, **(kwargs or {}))
         return self.run(func, args, kwargs or {})
 
@@ -223,9 +223,7 @@ def _operations_watched(view: ModuleWatch) -> Iterator[None]:
     try:
         yield
     finally:
-        mode.run = None
-        if _get_current_dispatch_mode() is mode:  # else another was entered meanwhile: they end in order of a stack
-            mode.__exit__(None, None, None)
+        leave(mode)
 
 
 def _in_backward() -> bool:

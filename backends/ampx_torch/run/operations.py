@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ampx.run import Recorder, Sampler
+from ampx_torch.modes import Mode, leave
 
 if TYPE_CHECKING:
     from .manager import TorchManager
@@ -24,7 +25,7 @@ _IDLE: Final = frozenset(
 _RESTORED: Final = "saved_include_set"  # what torch's call of a compiled function keeps the dispatch keys in
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(Mode):
     """Sees every kernel with the tensors it really gets, after autocast and in backward, too."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -80,7 +81,7 @@ class TorchSampler(Sampler):
                 self.note_uncompiled()
             self._mode.paused = True
         else:
-            self._mode.__exit__(None, None, None)
+            leave(self._mode)
             self._mode = None
         self.counts = False
 
