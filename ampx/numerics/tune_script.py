@@ -32,7 +32,17 @@ from .operations import failing
 from .places import key_of
 from .probe import Reading, Replayed, Watching
 from .timing import busy
-from .tolerance import Distance, Place, Tolerance, by_count, by_rounding, percent, place_of, roundings, with_joined_gradients
+from .tolerance import (
+    Distance,
+    Place,
+    Tolerance,
+    by_count,
+    by_rounding,
+    percent,
+    place_of,
+    roundings,
+    with_joined_gradients,
+)
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
 from .tune import (
     NOTHING,
@@ -327,11 +337,11 @@ class _ScriptSearch(Search[Outcome]):
         loss may agree by chance, or because it does not move in so few steps. For inference only the output counts.
         """
         reference = reference or self.reference
-        gradients, values = math.inf, dict[Place, ModuleError]()
+        gradients: list[float] = []
+        values: dict[Place, ModuleError] = {}
         for step in _DECIDING:
             exact, low = (with_joined_gradients(outcome.unscaled_readings(step)) for outcome in (reference, run))
-            if step == 1 or low:
-                gradients = min(gradients, _gradient_error(low, exact))
+            gradients += _gradient_error(low, exact)
             for error in module_errors(exact, low, self.dtype):
                 place = place_of(error)
                 values[place] = min(error, values.get(place, error), key=lambda entry: entry.error)
@@ -339,7 +349,7 @@ class _ScriptSearch(Search[Outcome]):
         if self.for_inference:
             outputs = [entry for entry in errors if (entry.module, entry.direction) == (self.output, "forward")]
             return Distance(0.0 if outputs else math.inf, values=outputs)
-        return Distance(self.loss_error(run, reference), gradients, errors)
+        return Distance(self.loss_error(run, reference), min(gradients, default=0.0), errors)
 
     @property
     def beginning(self) -> Distance | None:
@@ -474,28 +484,31 @@ def _nothing_watched(trial: Trial, outcome: Outcome) -> str:
 
 
 def _before_failing(readings: Sequence[Reading]) -> list[str]:
-    """Return the operations between the first that fails and the module before it, the last in front.
+    """Return the operations that make zeros between a module and the first operation that fails, the last in front.
 
-    One of them may have lost what the other needs, such as a softmax that flushes in front of a logarithm.
+    They may have flushed what that needs, such as a softmax in front of a logarithm.
     """
     first = next(iter(failing(readings)), None)
     names: list[str] = []
     for entry in readings:
-        if entry.operation == first is not None:
+        if first is not None and entry.operation == first:
             return names[::-1]
-        names = [*names, entry.operation.lstrip("_")] if entry.operation else []
+        if not entry.operation:
+            names = []
+        elif entry.value.zeros > entry.inputs.zeros:
+            names.append(entry.operation.lstrip("_"))  # PyTorch's own name of what a list knows without it
     return []
 
 
-def _gradient_error(low: Iterable[Reading], exact: Iterable[Reading]) -> float:
-    """Return how far sampled gradients of the outputs of modules are off, all together."""
+def _gradient_error(low: Iterable[Reading], exact: Iterable[Reading]) -> list[float]:
+    """Return how far sampled gradients of the outputs of modules are off, all together; nothing of none."""
     samples, references = (
         {entry.module: entry.sample for entry in readings if entry.direction == "backward" and entry.sample is not None}
         for readings in (low, exact)
     )
     common = [name for name in references if name in samples and samples[name].shape == references[name].shape]
-    joined = [np.concatenate([gradients[name] for name in common] or [[]]) for gradients in (samples, references)]
-    return relative_error(*joined)
+    joined = [np.concatenate([gradients[name] for name in common]) for gradients in (samples, references) if common]
+    return [relative_error(*joined)] if joined else []
 
 
 def tune_script(

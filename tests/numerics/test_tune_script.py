@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,37 @@ def test_what_fails_outside_of_modules_is_cured_by_an_operation():
     assert policy.file.deny == ("mul",)
 
 
+class Flushing(OutsideOfModules):
+    """Stands for a script in which a `softmax` outside of modules flushes what a `log` takes: its loss is infinite."""
+
+    def __call__(self, trial):
+        self.sensitive = () if "softmax" in trial.settings.deny else ("nobody",)
+        outcome = Pretended.__call__(self, trial)
+        outcome = replace(outcome, losses=tuple(math.inf if loss == 5.0 else loss for loss in outcome.losses))
+        if not trial.watching.operations:
+            return outcome
+        whole, flushed = Stats(4), Stats(4, zeros=1)
+        operations = [
+            Reading("", "", name, "forward", 0, "bfloat16", value, inputs, None, "")
+            for name, value, inputs in (
+                ("view", whole, whole),
+                ("_softmax", flushed, whole),
+                ("log", Stats(4, nonfinite=1), flushed),
+            )
+        ]
+        forward = [entry for entry in outcome.readings[1] if entry.direction == "forward"]
+        return replace(outcome, readings={1: (*forward, *operations)})
+
+
+def test_what_flushes_in_front_of_an_operation_that_fails_is_asked_and_no_module_is_blamed():
+    script = Flushing()
+    policy, _ = tuned(script)
+    assert [(choice.entry, choice.reason) for choice in policy.deny] == [
+        ("softmax", "fails in bfloat16, outside of modules; without it the loss is not finite")
+    ]
+    assert script.runs == 8  # float32, twice rounded, bfloat16, float32 again, operations, log, softmax
+
+
 class Breaking(Pretended):
     """Stands for a script in which `layer3` makes infinities by `mul`, from the second step on where `late`."""
 
@@ -311,6 +343,28 @@ def test_what_the_hardware_has_is_tuned_where_auto_is_float32():
     script = Pretended(("layer3",))
     policy, _ = tune_script(Program("a.py"), RunSettings("auto"), run=careful, steps=2, tolerance=0.01, repeats=0)
     assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("bfloat16", ["module:layer3"])
+
+
+def test_a_loss_that_explodes_in_float32_is_no_matter_of_precision():
+    def explodes(trial):
+        return replace(script(trial), losses=(0.5, 40000.0))
+
+    script = Pretended(())
+    with pytest.raises(ampx.TrialError, match=r"a\.py fails in float32 itself: its loss is 40000 in step 2"):
+        tune_script(Program("a.py"), RunSettings("float16"), run=explodes, steps=2, repeats=0)
+
+
+def test_a_gradient_that_is_off_in_one_step_only_is_chance():
+    class Crossing(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            right = Pretended((), only_gradients=True)(trial)
+            return replace(outcome, readings={**outcome.readings, self.step: right.readings.get(self.step, ())})
+
+    for step in (1, 2):
+        script = Crossing(("layer3",), only_gradients=True)
+        script.step = step
+        assert tuned(script)[0].deny == ()
 
 
 def test_precision_is_not_blamed_where_runs_in_float32_differ():
