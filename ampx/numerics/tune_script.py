@@ -63,7 +63,7 @@ from .tune import (
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
-# Steps whose values are compared. What is off in one of them only was moved over a threshold, such as ReLU's, by chance.
+# Steps whose values are compared. What is off in one of them only crossed a threshold, such as ReLU's, by chance.
 _DECIDING: Final = (1, 2)
 # Of a script whose runs in float32 differ, each run in low precision is made so often, and the most decide.
 _SAMPLED: Final = 3

@@ -119,7 +119,8 @@ def test_progress_says_how_many_runs_follow_at_most():
     said = []
     tuned(Pretended(("layer2",)), progress=into(said))
     assert said[0] == "a.py: run 1, float32, watched …"
-    assert said[1] == "a.py: run 2 (at most 18 more, 0 s, if 1 module is needed), float32 rounded as bfloat16, watched …"
+    at_most = "a.py: run 2 (at most 18 more, 0 s, if 1 module is needed), "
+    assert said[1] == f"{at_most}float32 rounded as bfloat16, watched …"
     assert said[3] == "a.py: run 4 (at most 16 more, 0 s, if 1 module is needed), bfloat16, watched …"
     assert len(said) <= 20
 
