@@ -123,21 +123,19 @@ def by_count(dtype: str, roundings: int) -> Tolerance:
     return Tolerance(limit, limit)
 
 
-def roundings(dtype: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what `Probe.force` takes for two runs in float32 that differ by the seed of their rounding.
+def rounding(dtype: str, seed: int) -> dict[str, str]:
+    """Return what `Probe.force` takes for a run in float32 that rounds what modules take and return.
 
-    What modules take and return is rounded to a bit less than the dtype has, for the roundings of weights and inside of
-    modules, which are not made; in one of the runs to another bit less: so half of the numbers, as if by chance, differ
-    by their last digit.
+    With seed 0 it rounds to the digits of the dtype, and with each further one to a bit less: so half of the numbers, as
+    if by chance, differ by their last digit.
     """
-    bits = FORMATS[dtype].bits - 1
-    return {"*": digits_of(bits)}, {"*": digits_of(bits - 1)}
+    return {"*": digits_of(max(1, FORMATS[dtype].bits - seed))}
 
 
-def by_rounding(dtype: str, noise: Distance) -> Tolerance:
-    """Return the tolerance that the noise of a script explains: how far two runs by `roundings` are from one another.
+def by_rounding(dtype: str, *noises: Distance) -> Tolerance:
+    """Return the tolerance that the noise of a script explains: how far runs by `rounding` are from one another.
 
-    What is `MARGIN` times as far off is more than rounding. What both of these runs are off by is no noise: rounding is
+    What is `MARGIN` times as far off is more than rounding. What all of these runs are off by is no noise: rounding is
     the fault, such as that of a probability to 1. A value of a module may be anything where they do not agree at all;
     loss and gradients together may not.
 
@@ -147,17 +145,20 @@ def by_rounding(dtype: str, noise: Distance) -> Tolerance:
 
     Args:
         dtype: The low precision.
-        noise: The distance.
+        noises: Distances of runs with neighbouring seeds.
     """
     digits = 2.0 ** -FORMATS[dtype].bits
     finest = {"forward": digits, "backward": max(RESOLUTION, digits)}
     least = {direction: min(LARGEST_TOLERANCE, MARGIN * rounding) for direction, rounding in finest.items()}
-    values = {
-        place_of(error): max(least[error.direction], MARGIN * error.error)
-        for error in noise.values
-        if math.isfinite(error.error)
-    }
-    return Tolerance(_explained(noise.loss, RESOLUTION), _explained(noise.gradients, least["backward"]), values)
+    values: dict[Place, float] = {}
+    for error in (error for noise in noises for error in noise.values if math.isfinite(error.error)):
+        before = values.get(place_of(error), least[error.direction])
+        values[place_of(error)] = max(before, MARGIN * error.error)
+    return Tolerance(
+        max(_explained(noise.loss, RESOLUTION) for noise in noises),
+        max(_explained(noise.gradients, least["backward"]) for noise in noises),
+        values,
+    )
 
 
 def _explained(noise: float, least: float) -> float:

@@ -26,7 +26,7 @@ from .compare import Comparison, ModuleError, check_tolerance, compared, module_
 from .operations import failing, family
 from .probe import Reading, Replayed, Step, Watching
 from .timing import speed_in_words
-from .tolerance import RESOLUTION, Distance, Tolerance, by_count, by_rounding, percent, roundings, with_joined_gradients
+from .tolerance import RESOLUTION, Distance, Tolerance, by_count, by_rounding, percent, rounding, with_joined_gradients
 
 # A loss scale that is too large is divided by this before it is asked again: four halvings.
 BACKOFF: Final = 16.0
@@ -689,7 +689,7 @@ class _BatchSearch(Search[_Replay]):
         if self.casting is FLOAT32 or not self.reference.finite:
             return Tolerance(RESOLUTION, RESOLUTION)
         if self.modules:
-            castings = (Casting(FLOAT32.dtype, None, forced) for forced in roundings(self.dtype))
+            castings = (Casting(FLOAT32.dtype, None, rounding(self.dtype, seed)) for seed in (0, 1))
             first, second = (self.tried(casting, self.watching) for casting in castings)
             if not first.raised and not second.raised:
                 return by_rounding(self.dtype, self.distance(second.seen, 1.0, first.seen))
