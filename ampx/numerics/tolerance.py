@@ -126,8 +126,8 @@ def by_count(dtype: str, roundings: int) -> Tolerance:
 def rounding(dtype: str, seed: int) -> dict[str, str]:
     """Return what `Probe.force` takes for a run in float32 that rounds what modules take and return.
 
-    With seed 0 it rounds to the digits of the dtype, and with each further one to a bit less: so half of the numbers, as
-    if by chance, differ by their last digit.
+    With seed 0 it rounds to the digits of the dtype, and with each further one to a bit less: so half of the numbers
+    differ by their last digit, as if by chance.
     """
     return {"*": digits_of(max(1, FORMATS[dtype].bits - seed))}
 
