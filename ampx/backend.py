@@ -365,7 +365,7 @@ class Forcing(Contract):
         module inside another obeys its own entry; what such a module returns has the dtype that it computed, unless
         casting is off around it and the framework does not mix dtypes: then it has that of its inputs. In a dtype of
         `Probe.simulates`, inputs, outputs and the gradients of outputs are rounded to that dtype, and kept in
-        the one they have. What `ampx.formats.digits_of` names rounds alike, to the bits of a dtype in float32's range.
+        the one they have. What `ampx.formats.digits_of` names rounds alike, in float32's range.
 
         Args:
             model: The model, or the parameters where these are a value (JAX); None for every model that this process

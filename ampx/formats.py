@@ -63,15 +63,15 @@ _DIGITS: Final = "~"
 _ALIASES: Final = {"float8_e4m3fn": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2"}
 
 
-def digits_of(dtype: str) -> str:
-    """Return the name by which `Probe.force` rounds to the bits of a dtype, and leaves the range as it is."""
-    return f"{dtype}{_DIGITS}"
+def digits_of(bits: int) -> str:
+    """Return the name by which `Probe.force` rounds to so many bits of a significand, in the range of float32."""
+    return f"{bits}{_DIGITS}"
 
 
 def find_digits(name: str) -> int | None:
     """Return the bits of the significand that `digits_of` names; None for the name of a dtype."""
-    dtype = name.removesuffix(_DIGITS)
-    return None if dtype == name else FORMATS[dtype].bits
+    bits = name.removesuffix(_DIGITS)
+    return None if bits == name else int(bits)
 
 
 def to_digits(values: Any, bits: int) -> Any:

@@ -21,7 +21,7 @@ def round_to(values: Any, dtype: str) -> Array:
 
     Args:
         values: Numbers of any shape.
-        dtype: A name of `FORMATS`, or of its digits: see `digits_of`.
+        dtype: A name of `FORMATS`, or what `digits_of` returns.
 
     Returns:
         The rounded numbers as float32: beyond the largest number infinity, or NaN where the dtype has no infinity.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ampx.formats import FORMATS
+import numpy as np
+
+from ampx.formats import FORMATS, digits_of
 
 from .compare import MARGIN, ModuleError, bound
+from .probe import Reading
 
-# Gradients that are further off than this are of another direction, whatever rounding explains.
+# Losses and gradients that are further off than this are others, whatever rounding explains.
 LARGEST_TOLERANCE: Final = 0.25
 # What a number in bfloat16 may be off by: nothing in low precision is asked to be closer.
 RESOLUTION: Final = 2.0 ** -FORMATS["bfloat16"].bits
@@ -32,7 +35,7 @@ class Distance:
     Attributes:
         loss: Of the losses.
         gradients: Of all gradients together.
-        values: Of outputs of modules and the gradients of these, in order of execution.
+        values: Of outputs of modules and the gradients of these, as `with_joined_gradients` has them.
     """
 
     loss: float
@@ -47,18 +50,23 @@ class Tolerance:
     Attributes:
         loss: As in `Distance`.
         gradients: As in `Distance`.
-        values: By place, what a value of a module may be off by.
-        elsewhere: What other values may be off by; None for their `ModuleError.bound`.
+        values: By place, what a value of a module may be off by; others by their `ModuleError.bound`.
     """
 
     loss: float
     gradients: float
     values: Mapping[Place, float] = field(default_factory=dict)
-    elsewhere: float | None = None
 
     def of(self, error: ModuleError) -> float:
         """Return what a value may be off by."""
-        return self.values.get(place_of(error), error.bound if self.elsewhere is None else self.elsewhere)
+        return self.values.get(place_of(error), min(LARGEST_TOLERANCE, error.bound))
+
+    def at(self, tolerance: float | None) -> Tolerance:
+        """Return this with loss and gradients as the user passed them, who expects no less of single values."""
+        if tolerance is None:
+            return self
+        values = {place: max(tolerance, limit) for place, limit in self.values.items()}
+        return Tolerance(tolerance, tolerance, values)
 
     def exceeded(self, distance: Distance) -> str:
         """Return in words by what a run is too far off; empty where it agrees."""
@@ -89,45 +97,70 @@ def percent(number: float) -> str:
     return f"{float(f'{100 * number:.2g}'):g} %"
 
 
-def uniform(tolerance: float) -> Tolerance:
-    """Return the tolerance of a number that the user passed: single values may be off by a quarter at least.
+def with_joined_gradients(readings: Iterable[Reading]) -> list[Reading]:
+    """Return readings in which the gradients of a module's output are one value, whatever the number of its calls.
 
-    Small gradients have little weight in the error of all together, and may be off by some percent where rounding moves
-    a threshold such as ReLU's. What is off by more is something else.
+    Parameters get the sum of what the calls hand them. The gradient of a call that is small beside that of another may
+    lose all of its digits to the smallest numbers of a dtype, and no parameter notices.
     """
-    return Tolerance(tolerance, tolerance, elsewhere=max(tolerance, LARGEST_TOLERANCE))
+    joined: dict[str | Place, Reading] = {}
+    for entry in readings:
+        if entry.operation:
+            continue
+        key = entry.module if entry.direction == "backward" else (entry.module, entry.direction, entry.call)
+        before = joined.get(key)
+        if before is None:
+            joined[key] = entry if entry.direction == "forward" else replace(entry, call=0)
+        elif before.sample is not None and entry.sample is not None:
+            value = replace(before.value, nonfinite=before.value.nonfinite + entry.value.nonfinite)
+            joined[key] = replace(before, value=value, sample=np.concatenate([before.sample, entry.sample]))
+    return list(joined.values())
 
 
 def by_count(dtype: str, roundings: int) -> Tolerance:
     """Return the tolerance of so many roundings in a row, where their effect cannot be measured."""
-    return uniform(min(LARGEST_TOLERANCE, bound(dtype, roundings)))
+    limit = min(LARGEST_TOLERANCE, bound(dtype, roundings))
+    return Tolerance(limit, limit)
 
 
-def by_rounding(dtype: str, noises: Iterable[Distance]) -> Tolerance:
-    """Return the tolerance that runs in float32 explain which differ by no more than rounding.
+def rounding(dtype: str, seed: int) -> dict[str, str]:
+    """Return what `Probe.force` takes for a run in float32 that rounds what modules take and return.
 
-    What is as far off as `MARGIN` times the largest of these is more than rounding. A value of a module has to be
-    explained by the number of roundings behind it, too: rounding between modules that spoils a value is no noise.
-    The gradient of a single output may be off by a quarter, as in `uniform`: one that is small beside others loses
-    digits to the smallest numbers of the dtype, whatever the loss scale, and counts with all gradients together.
+    With seed 0 it rounds to the digits of the dtype, and with each further one to a bit less: so half of the numbers
+    differ by their last digit, as if by chance.
+    """
+    return {"*": digits_of(max(1, FORMATS[dtype].bits - seed))}
+
+
+def by_rounding(dtype: str, *noises: Distance) -> Tolerance:
+    """Return the tolerance that the noise of a script explains: how far runs by `rounding` are from one another.
+
+    What is `MARGIN` times as far off is more than rounding. What all of these runs are off by is no noise: rounding is
+    the fault, such as that of a probability to 1. A value of a module may be anything where they do not agree at all;
+    loss and gradients together may not.
+
+    Gradients jump where a value crosses a threshold, such as ReLU's. By rounding it does so in one run or in the other,
+    or by chance in none, and then nothing is known of that noise: they may be off by what `MARGIN` roundings of
+    bfloat16 explain, whatever the dtype. What a dtype flushes or overflows is off by more.
 
     Args:
         dtype: The low precision.
-        noises: Of a run that rounds what modules take and return to the digits of the dtype, and of a repeated run.
+        noises: Distances of runs with neighbouring seeds.
     """
     digits = 2.0 ** -FORMATS[dtype].bits
-    noises = list(noises)
+    finest = {"forward": digits, "backward": max(RESOLUTION, digits)}
+    least = {direction: min(LARGEST_TOLERANCE, MARGIN * rounding) for direction, rounding in finest.items()}
     values: dict[Place, float] = {}
-    for error in (error for noise in noises for error in noise.values):
-        limit = min(error.bound, MARGIN * max(error.error, digits))
-        limit = max(limit, LARGEST_TOLERANCE) if error.direction == "backward" else limit
-        values[place_of(error)] = max(limit, values.get(place_of(error), 0.0))
-    loss = _explained((noise.loss for noise in noises), RESOLUTION)
-    gradients = _explained((noise.gradients for noise in noises), max(RESOLUTION, MARGIN * digits))
-    return Tolerance(loss, gradients, values=values)
+    for error in (error for noise in noises for error in noise.values if math.isfinite(error.error)):
+        before = values.get(place_of(error), least[error.direction])
+        values[place_of(error)] = max(before, MARGIN * error.error)
+    return Tolerance(
+        max(_explained(noise.loss, RESOLUTION) for noise in noises),
+        max(_explained(noise.gradients, least["backward"]) for noise in noises),
+        values,
+    )
 
 
-def _explained(errors: Iterable[float], least: float) -> float:
-    """Return what rounding explains of one number; where a run fails by rounding alone, that explains nothing."""
-    largest = max((error for error in errors if math.isfinite(error)), default=0.0)
-    return min(LARGEST_TOLERANCE, max(least, MARGIN * largest))
+def _explained(noise: float, least: float) -> float:
+    """Return what noise explains of one number; where a run fails by rounding alone, that explains nothing."""
+    return min(LARGEST_TOLERANCE, max(least, MARGIN * noise)) if math.isfinite(noise) else least

@@ -18,16 +18,15 @@ import numpy as np
 from ampx import callers
 from ampx.backend import MODULE, Array, CastPlan
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError, UnsupportedOpError, shown
-from ampx.formats import digits_of
 from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, in_one_line, plain, scaled
-from .compare import Comparison, ModuleError, check_tolerance, compared, worst_errors
+from .compare import Comparison, ModuleError, check_tolerance, compared, module_errors, unscaled, worst_errors
 from .operations import failing, family
 from .probe import Reading, Replayed, Step, Watching
 from .timing import speed_in_words
-from .tolerance import RESOLUTION, Distance, Tolerance, by_count, by_rounding, percent, uniform
+from .tolerance import RESOLUTION, Distance, Tolerance, by_count, by_rounding, percent, rounding, with_joined_gradients
 
 # A loss scale that is too large is divided by this before it is asked again: four halvings.
 BACKOFF: Final = 16.0
@@ -204,8 +203,8 @@ def by_error(
     """Return modules in the order in which they are likely to be needed in float32.
 
     In front are modules that are not finite though all that they hold is: they break by themselves. Then come those
-    without others inside, that which adds most to the error of values or of the loss in front; then those that hold
-    others, the innermost first, for what they compute themselves.
+    without others inside, that which adds most to the error of values or of the loss in front, of equals the last; then
+    those that hold others, the innermost first, for what they compute themselves.
 
     Args:
         modules: Names of all modules.
@@ -217,7 +216,7 @@ def by_error(
     for name, effect in _growing(effects or {}, holds):
         added[name] = max(effect, added.get(name, 0.0))
     alone = _broken_alone(holds, errors)
-    leaves = sorted((name for name in modules if name not in holds), key=lambda name: -added.get(name, 0.0))
+    leaves = sorted((name for name in reversed(modules) if name not in holds), key=lambda name: -added.get(name, 0.0))
     inner = sorted(holds.difference(alone), key=lambda name: -name.count(".") if name else 1)
     return alone + leaves + inner
 
@@ -238,16 +237,20 @@ def _growing(effects: Mapping[str, float], holds: Container[str]) -> Iterator[tu
 
 
 def _added(errors: Iterable[ModuleError], holds: Container[str]) -> dict[str, float]:
-    """Return by how much each module's error is larger than that of the module before, at most."""
+    """Return by how much the error at a module is larger than that at the module before, at most."""
     added: dict[str, float] = {}
-    before = {"forward": 0.0, "backward": 0.0}
+    before: dict[str, ModuleError] = {}
     for entry in errors:
         if entry.module in holds:
             continue
-        last = before[entry.direction]
-        step = 0.0 if math.isinf(last) else entry.error - last
-        added[entry.module] = max(step, added.get(entry.module, 0.0))
-        before[entry.direction] = entry.error
+        last = before.get(entry.direction)
+        error = 0.0 if last is None else last.error
+        step = 0.0 if math.isinf(error) else entry.error - error
+        # A gradient goes wrong in the backward of the module that it came through, or by what the module returned.
+        through = [last] if entry.direction == "backward" and last is not None else []
+        for module in {other.module for other in (*through, entry)}:
+            added[module] = max(step, added.get(module, 0.0))
+        before[entry.direction] = entry
     return added
 
 
@@ -470,6 +473,11 @@ class Search(abc.ABC, Generic[Run]):
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         """Return `deny`, `allow` and `reasons` of the policy, with what was measured."""
 
+    @property
+    @abc.abstractmethod
+    def beginning(self) -> Distance | None:
+        """How far the first run in the dtype is from float32's; None where it raised."""
+
     @abc.abstractmethod
     def hopeless(self, whole: bool) -> dict[str, Any]:
         """Return the fields of the policy where nothing helps, or nothing less than the `whole` model in float32."""
@@ -543,13 +551,26 @@ class Search(abc.ABC, Generic[Run]):
         )
 
 
-def needed(search: Search[Any]) -> Kept | None:
+def fails_outside(tolerance: Tolerance, run: Distance | None) -> bool:
+    """Return whether all that modules return agrees, and the loss or the first gradient of an output is not finite."""
+    if run is None:
+        return False
+    gradient = next((entry.error for entry in run.values if entry.direction == "backward"), 0.0)
+    agrees = all(entry.error <= tolerance.of(entry) for entry in run.values if entry.direction == "forward")
+    return agrees and (math.isinf(run.loss) or math.isinf(gradient))
+
+
+def needed(search: Search[Any], candidates: Sequence[str]) -> Kept | None:
     """Return a smallest set of modules whose run agrees with float32's; None where there is none.
 
     A module that holds others is kept with all inside. Where these do without it, the smallest set of them takes its
     place; where they do not, it is needed for what it computes itself. Each of the others is left out once.
+
+    Args:
+        search: The measurements.
+        candidates: Names of modules, the likeliest first.
     """
-    modules = minimal(search.order, functools.partial(_passes_with, search, frozenset()))
+    modules = minimal(candidates, functools.partial(_passes_with, search, frozenset()))
     if modules is None:
         return None
     untried = [name for name in search.order if name in modules and name]
@@ -576,15 +597,19 @@ def searched(search: Search[Any], repeats: int) -> TunedPolicy:
         search: The measurements.
         repeats: Rounds in which speed is measured; 0 measures none.
     """
-    kept = needed(search)
+    outside = not search.passes(NOTHING) and fails_outside(search.tolerance, search.beginning)
+    kept = None if outside else needed(search, search.order)
     whole = kept is not None and "" in kept.modules  # which is float32, but for what stands outside of the model
     if kept is None or whole:
         operations = search.smallest_operations()
-        if operations is None:
+        if operations is not None:
+            kept = Kept(operations=operations)
+            for name in operations:
+                search.without[name] = search.judged(Kept(operations=operations - {name}))
+        else:  # what the last module returns is float32 then; that of others would hide what fails
+            kept = needed(search, search.order[:1]) if outside else None
+        if kept is None:
             return search.policy(**search.hopeless(whole))
-        kept = Kept(operations=operations)
-        for name in operations:
-            search.without[name] = search.judged(Kept(operations=operations - {name}))
     instead = search.failing_operations(kept.modules)
     policy = search.policy(
         dtype=search.dtype,
@@ -656,21 +681,21 @@ class _BatchSearch(Search[_Replay]):
         self.reference = self.run(FLOAT32, self.watching)
         super().__init__(for_inference, self.reference.readings)
         self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
-        self.tolerance = uniform(tolerance) if tolerance is not None else self._explained()
+        self.tolerance = self._explained().at(tolerance)
         self.lowers = True  # something besides what fails is computed in the dtype
 
     def _explained(self) -> Tolerance:
-        """Return what rounding explains: measured where modules have names and the dtype itself is computed."""
+        """Return what rounding explains, measured where modules have names."""
         if self.casting is FLOAT32 or not self.reference.finite:
-            return uniform(RESOLUTION)
-        rounded = None
-        if self.modules and not self.casting.simulated:
-            rounded = self.tried(Casting(FLOAT32.dtype, None, {"*": digits_of(self.dtype)}), self.watching)
-        if rounded is not None and not rounded.raised:
-            return by_rounding(self.dtype, [self.distance(rounded.seen, 1.0)])
+            return Tolerance(RESOLUTION, RESOLUTION)
+        if self.modules:
+            castings = (Casting(FLOAT32.dtype, None, rounding(self.dtype, seed)) for seed in (0, 1))
+            first, second = (self.tried(casting, self.watching) for casting in castings)
+            if not first.raised and not second.raised:
+                return by_rounding(self.dtype, self.distance(second.seen, 1.0, first.seen))
         # Where no module has a name, each parameter stands for one: an output, and the gradient of it.
-        roundings = len(self.reference.readings) or 2 * len(self.reference.replayed.parameters)
-        return by_count(self.dtype, roundings)
+        count = len(self.reference.readings) or 2 * len(self.reference.replayed.parameters)
+        return by_count(self.dtype, count)
 
     def run(self, casting: Casting, watching: Watching | None = None) -> Seen:
         """Compute the batch, and count that."""
@@ -685,18 +710,22 @@ class _BatchSearch(Search[_Replay]):
             plan = self.batch.backend.check_plan(CastPlan(plan.device, plan.dtype, plan.level, plan.allow, deny))
         return replace(self.casting, forced=forced, plan=plan)
 
-    def compare(self, low: Seen, scale: float) -> Comparison:
-        """Compare a run with float32."""
-        reference = self.reference.replayed, self.reference.readings
-        return compared(reference, (low.replayed, low.readings), self.dtype, scale, self.casting.simulated)
+    def compare(self, low: Seen, scale: float, reference: Seen) -> Comparison:
+        """Compare a run with another."""
+        exact = reference.replayed, reference.readings
+        return compared(exact, (low.replayed, low.readings), self.dtype, scale, self.casting.simulated)
 
     def begin(self) -> None:
         """Compute the batch in the dtype, with nothing more in float32."""
         self.first = self.settled(NOTHING)
         self.failures[NOTHING] = self.failure(self.first)
-        self.errors = self.compare(self.first.seen, self.scale).modules
+        self.errors = self.compare(self.first.seen, self.scale, self.reference).modules
         effects = first_order(self.reference.readings, self.first.seen.readings, self.reference.replayed.loss)
         self.order = by_error(self.modules, self.errors, effects)
+
+    @property
+    def beginning(self) -> Distance | None:
+        return None if self.first.raised else self.distance(self.first.seen, self.scale)
 
     def compute(self, kept: Kept) -> _Replay:
         only = (glob.escape(self.output),) if self.for_inference and kept != NOTHING and self.output is not None else ()
@@ -717,11 +746,17 @@ class _BatchSearch(Search[_Replay]):
             return f"the step raises {run.raised}"
         return self.tolerance.exceeded(self.distance(run.seen, self.scale))
 
-    def distance(self, low: Seen, scale: float) -> Distance:
-        """Return how far a run is from float32's: loss, gradients and modules, or for inference loss and output."""
-        comparison = self.compare(low, scale)
+    def distance(self, low: Seen, scale: float, reference: Seen | None = None) -> Distance:
+        """Return how far a run is from another, by default float32's: loss, gradients and values of modules.
+
+        For inference loss and output.
+        """
+        reference = reference or self.reference
+        comparison = self.compare(low, scale, reference)
         if not self.for_inference:
-            return Distance(comparison.loss_error, comparison.gradient_error, comparison.modules)
+            exact, other = map(with_joined_gradients, (reference.readings, unscaled(low.readings, scale)))
+            errors = module_errors(exact, other, self.dtype)
+            return Distance(comparison.loss_error, comparison.gradient_error, errors)
         outputs = [entry for entry in comparison.modules if entry.module == self.output]
         return Distance(comparison.loss_error, values=[entry for entry in outputs if entry.direction == "forward"])
 
@@ -835,10 +870,10 @@ def tune(
     Args:
         step: A function that takes the model and returns the loss of one batch, without a backward.
         model: The model; its parameters where these are a value (JAX).
-        tolerance: How far loss and gradients may be from float32's, relative to their norm; by default eight times
-            what rounding does to them where modules take and return values, measured in float32. That is at least the
-            resolution of bfloat16 (0.4 %) and at most a quarter. Outputs of modules have to agree alike, and the
-            gradient of a single one within a quarter.
+        tolerance: How far loss and gradients may be from float32's, relative to their norm; by default eight times as
+            far as two runs in float32 are from one another that round, each in its own way, what modules take and
+            return. Of the loss that is at least the resolution of bfloat16 (0.4 %), of gradients eight times that, and
+            at most a quarter. Outputs of modules and their gradients have to agree alike.
         dtype: The low precision; by default the session's, or what the device prefers. One that the device does not
             compute is simulated, with a warning: `init` refuses such a policy there.
         framework: Name of the framework; by default that of the only session, or the only one imported.

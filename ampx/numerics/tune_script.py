@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ import numpy as np
 
 from ampx.backend import MODULE, module_patterns
 from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError, UnsupportedOpError
-from ampx.formats import digits_of, find_format
+from ampx.formats import FORMATS, find_digits, find_format
 from ampx.policy import PolicyFile, normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.command import check_writable
@@ -26,13 +27,23 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import FLOAT32, Seen, fitting_scale, scaled
-from .compare import ModuleError, error_map, relative_error
+from .compare import ModuleError, error_map, module_errors, relative_error
 from .journal import Journal, digest_of
 from .operations import failing
 from .places import key_of
 from .probe import Reading, Replayed, Watching
 from .timing import busy
-from .tolerance import Distance, Tolerance, by_count, by_rounding, percent, uniform
+from .tolerance import (
+    Distance,
+    Place,
+    Tolerance,
+    by_count,
+    by_rounding,
+    percent,
+    place_of,
+    rounding,
+    with_joined_gradients,
+)
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
 from .tune import (
     NOTHING,
@@ -53,6 +64,8 @@ from .tune import (
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
+# Steps whose values are compared. What is off in one of them only crossed a threshold, such as ReLU's, by chance.
+_DECIDING: Final = (1, 2)
 # Of a script whose runs in float32 differ, each run in low precision is made so often, and the most decide.
 _SAMPLED: Final = 3
 _CLEARLY: Final = 1.25  # times as long as the fastest
@@ -116,8 +129,8 @@ class _ScriptSearch(Search[Outcome]):
         self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES, times=times)
         settings = replace(trial.settings, dtype=FLOAT32.dtype, watched=True)
         last = trial.steps or 1
-        self.watched = tuple(sorted({1, (1 + last) // 2, last}))  # for the map; the first step decides
-        self.wide = replace(trial, settings=settings, watched=(1,), watching=replace(self.watching, times=False))
+        self.watched = tuple(sorted({*_DECIDING, (1 + last) // 2, last}))  # the others are for the map
+        self.wide = replace(trial, settings=settings, watched=_DECIDING, watching=replace(self.watching, times=False))
         self.reference = self.run(replace(self.wide, watched=self.watched, watching=self.watching))
         self.check_float32(for_inference)
         readings = self.reference.readings.get(1, ())
@@ -134,7 +147,7 @@ class _ScriptSearch(Search[Outcome]):
     def run(self, trial: Trial) -> Outcome:
         """Run the script, and count that."""
         self.runs += 1
-        rounds = digits_of(self.dtype) in trial.forced.values()
+        rounds = any(map(find_digits, trial.forced.values()))
         what = self.dtype if trial.forced and not rounds else trial.settings.dtype
         kept = len(trial.settings.deny) or len(trial.forced) - 1
         what += f" rounded as {self.dtype}" if rounds else f" with {kept} in float32" if kept > 0 else ""
@@ -171,8 +184,11 @@ class _ScriptSearch(Search[Outcome]):
         """
         skipped = [] if for_inference else self.reference.skipped
         faults = {step: "its gradients are not finite" for step in skipped}
-        for step, loss in enumerate(self.reference.losses, 1):
-            if not _is_finite(loss):
+        losses = [(step, loss) for step, loss in enumerate(self.reference.losses, 1) if loss is not None]
+        # Beyond that many times the first loss, the dtype could not hold both, in whatever unit.
+        largest = FORMATS[self.watching.dtype].largest * max((abs(loss) for _, loss in losses[:1]), default=0.0)
+        for step, loss in losses:
+            if not abs(loss) <= (largest or math.inf):
                 faults[step] = f"its loss is {loss:g}"
         if faults:
             first = min(faults)
@@ -194,11 +210,13 @@ class _ScriptSearch(Search[Outcome]):
         """Run in the dtype that was chosen; with it loss scale and tolerance are fixed."""
         self.dtype = dtype
         self.scale = self._fitting() if scaled(dtype) else 1.0
-        self.noises = [] if dtype == FLOAT32.dtype or tolerance is not None else self._rounded()
-        self.tolerance = uniform(tolerance) if tolerance is not None else self._explained()
+        self.rounded: list[Outcome] = []
+        self.tolerance = self._explained(seeds=2).at(tolerance)
         self.first = self.settled(NOTHING)
         if dtype != FLOAT32.dtype and self.failure(self.first):
             self._repeat_float32()
+            # Before anything is blamed, noise is sampled once more: it may be a jump, which one pair of runs misses.
+            self.tolerance = self._explained(seeds=3).at(tolerance)
         self.failures.update(self._known(tolerance))
         if self.samples == 1:
             self.failures[NOTHING] = self.failure(self.first)
@@ -240,19 +258,14 @@ class _ScriptSearch(Search[Outcome]):
         readings = [entry for entries in self.reference.readings.values() for entry in entries]
         return fitting_scale(self.dtype, Seen(Replayed(0.0, {}, {}), tuple(readings)))
 
-    def _rounded(self) -> list[Distance]:
-        """Return how far a run in float32 goes that rounds to the digits of the dtype where modules meet.
-
-        There is none where no module has a name, and where the dtype is simulated, which is this rounding.
-        """
-        if self.unnamed or self.simulated:
-            return []
-        rounded = self.run(replace(self.wide, forced={"*": digits_of(self.dtype)}, may_raise=True))
-        return [] if rounded.raised else [self.distance(rounded)]
-
-    def _explained(self) -> Tolerance:
-        if self.noises:
-            return by_rounding(self.dtype, self.noises)
+    def _explained(self, seeds: int) -> Tolerance:
+        """Return what rounding explains, measured where modules have names by runs with so many seeds of rounding."""
+        if not self.unnamed and self.dtype != FLOAT32.dtype:
+            for seed in range(len(self.rounded), seeds):
+                self.rounded.append(self.run(replace(self.wide, forced=rounding(self.dtype, seed), may_raise=True)))
+            if not any(run.raised for run in self.rounded):
+                pairs = itertools.pairwise(self.rounded)
+                return by_rounding(self.dtype, *(self.distance(second, first) for first, second in pairs))
         return by_count(self.dtype, len(self.reference.readings[1]))
 
     def _repeat_float32(self) -> None:
@@ -269,9 +282,6 @@ class _ScriptSearch(Search[Outcome]):
             raise TrialError(not_repeatable(self.trial.program))
         if own.loss or own.gradients:
             self.samples = _SAMPLED
-            if self.noises:
-                self.noises.append(own)
-                self.tolerance = self._explained()
 
     def _order(self) -> list[str]:
         """Return modules, the likeliest to be needed in float32 first: the module that raised, where one did."""
@@ -305,7 +315,7 @@ class _ScriptSearch(Search[Outcome]):
         only = (glob.escape(self.output),) if self.for_inference and self.output else ()
         watching = replace(self.watching, modules=only, times=False)
         try:
-            return self.run(self.low(kept, watched=(1,), watching=watching))
+            return self.run(self.low(kept, watched=_DECIDING, watching=watching))
         except TrialError as error:
             if kept.modules:
                 raise
@@ -325,34 +335,45 @@ class _ScriptSearch(Search[Outcome]):
             return f"{len(skipped)} of {run.steps} steps {'is' if len(skipped) == 1 else 'are'} skipped"
         return self.tolerance.exceeded(self.distance(run))
 
-    def distance(self, run: Outcome) -> Distance:
-        """Return how far a run is from float32's: losses, and of the first step gradients and values of modules.
+    def distance(self, run: Outcome, reference: Outcome | None = None) -> Distance:
+        """Return how far a run is from another, by default float32's.
 
-        A loss may agree by chance, or because it does not move in so few steps. For inference only the output of the
-        first step counts.
+        Losses count, and of the first steps gradients and values of modules, each in the step where it is closest: a
+        loss may agree by chance, or because it does not move in so few steps. For inference only the output counts.
         """
-        errors = step_errors(self.reference, run, 1, self.dtype)
+        reference = reference or self.reference
+        gradients: list[float] = []
+        values: dict[Place, ModuleError] = {}
+        for step in _DECIDING:
+            exact, low = (with_joined_gradients(outcome.unscaled_readings(step)) for outcome in (reference, run))
+            gradients += _gradient_error(low, exact)
+            for error in module_errors(exact, low, self.dtype):
+                place = place_of(error)
+                values[place] = min(error, values.get(place, error), key=lambda entry: entry.error)
+        errors = list(values.values())
         if self.for_inference:
             outputs = [entry for entry in errors if (entry.module, entry.direction) == (self.output, "forward")]
             return Distance(0.0 if outputs else math.inf, values=outputs)
-        samples, references = (_gradients(outcome.unscaled_readings(1)) for outcome in (run, self.reference))
-        common = [key for key in references if key in samples and samples[key].shape == references[key].shape]
-        joined = [np.concatenate([gradients[key] for key in common] or [[]]) for gradients in (samples, references)]
-        return Distance(self.loss_error(run), relative_error(*joined), errors)
+        return Distance(self.loss_error(run, reference), min(gradients, default=0.0), errors)
 
-    def _failing(self) -> tuple[str, ...]:
+    @property
+    def beginning(self) -> Distance | None:
+        return None if self.first.raised else self.distance(self.first)
+
+    def _read_operations(self) -> tuple[Reading, ...]:
         watching = Watching(self.dtype, operations=True)
-        return failing(self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ()))
+        return self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ())
 
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
         # That takes two runs: only where a module's values are not finite.
         broken = any(math.isinf(error) for name in modules for error in self.worst.get(name, {}).values())
-        return self._failing() if broken and not self.simulated else ()
+        return failing(self._read_operations()) if broken and not self.simulated else ()
 
     def smallest_operations(self) -> frozenset[str] | None:
         if self.simulated:
             return None
-        names = self._failing()
+        readings = self._read_operations()
+        names = tuple(dict.fromkeys((*failing(readings), *_before_failing(readings))))
         alone = next((name for name in names if self.passes(Kept(operations=frozenset({name})))), None)
         if alone is not None:
             return frozenset({alone})
@@ -431,11 +452,11 @@ class _ScriptSearch(Search[Outcome]):
                 break
         return seconds
 
-    def loss_error(self, outcome: Outcome) -> float:
-        """Return how far losses are from float32's, relative to their norm."""
+    def loss_error(self, outcome: Outcome, reference: Outcome) -> float:
+        """Return how far losses are from another run's, relative to their norm."""
         pairs = [
             (low, wide)
-            for low, wide in zip(outcome.losses, self.reference.losses, strict=False)
+            for low, wide in zip(outcome.losses, reference.losses, strict=False)
             if low is not None and wide is not None
         ]
         if not pairs:
@@ -467,13 +488,32 @@ def _nothing_watched(trial: Trial, outcome: Outcome) -> str:
     )
 
 
-def _gradients(readings: Iterable[Reading]) -> dict[tuple[str, int], Any]:
-    """Return the sampled gradients of the outputs of modules."""
-    return {
-        (entry.module, entry.call): entry.sample
-        for entry in readings
-        if entry.direction == "backward" and not entry.operation and entry.sample is not None
-    }
+def _before_failing(readings: Sequence[Reading]) -> list[str]:
+    """Return the operations that make zeros between a module and the first operation that fails, the last in front.
+
+    They may have flushed what that needs, such as a softmax in front of a logarithm.
+    """
+    first = next(iter(failing(readings)), None)
+    names: list[str] = []
+    for entry in readings:
+        if first is not None and entry.operation == first:
+            return names[::-1]
+        if not entry.operation:
+            names = []
+        elif entry.value.zeros > entry.inputs.zeros:
+            names.append(entry.operation.lstrip("_"))  # PyTorch's own name of what a list knows without it
+    return []
+
+
+def _gradient_error(low: Iterable[Reading], exact: Iterable[Reading]) -> list[float]:
+    """Return how far sampled gradients of the outputs of modules are off, all together; nothing of none."""
+    samples, references = (
+        {entry.module: entry.sample for entry in readings if entry.direction == "backward" and entry.sample is not None}
+        for readings in (low, exact)
+    )
+    common = [name for name in references if name in samples and samples[name].shape == references[name].shape]
+    joined = [np.concatenate([gradients[name] for name in common]) for gradients in (samples, references) if common]
+    return [relative_error(*joined)] if joined else []
 
 
 def tune_script(

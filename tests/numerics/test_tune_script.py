@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_a_search_that_was_interrupted_goes_on_and_another_one_begins_anew(tmp_p
 
     class Interrupted(Pretended):
         def __call__(self, trial):
-            if self.runs == 9:
+            if self.runs == 12:
                 raise KeyboardInterrupt
             return super().__call__(trial)
 
@@ -118,7 +119,9 @@ def test_progress_says_how_many_runs_follow_at_most():
     said = []
     tuned(Pretended(("layer2",)), progress=into(said))
     assert said[0] == "a.py: run 1, float32, watched …"
-    assert said[1] == "a.py: run 2 (at most 18 more, 0 s, if 1 module is needed), bfloat16, watched …"
+    at_most = "a.py: run 2 (at most 18 more, 0 s, if 1 module is needed), "
+    assert said[1] == f"{at_most}float32 rounded as bfloat16, watched …"
+    assert said[3] == "a.py: run 4 (at most 16 more, 0 s, if 1 module is needed), bfloat16, watched …"
     assert len(said) <= 20
 
 
@@ -219,6 +222,37 @@ def test_what_fails_outside_of_modules_is_cured_by_an_operation():
     assert policy.file.deny == ("mul",)
 
 
+class Flushing(OutsideOfModules):
+    """Stands for a script in which a `softmax` outside of modules flushes what a `log` takes: its loss is infinite."""
+
+    def __call__(self, trial):
+        self.sensitive = () if "softmax" in trial.settings.deny else ("nobody",)
+        outcome = Pretended.__call__(self, trial)
+        outcome = replace(outcome, losses=tuple(math.inf if loss == 5.0 else loss for loss in outcome.losses))
+        if not trial.watching.operations:
+            return outcome
+        whole, flushed = Stats(4), Stats(4, zeros=1)
+        operations = [
+            Reading("", "", name, "forward", 0, "bfloat16", value, inputs, None, "")
+            for name, value, inputs in (
+                ("view", whole, whole),
+                ("_softmax", flushed, whole),
+                ("log", Stats(4, nonfinite=1), flushed),
+            )
+        ]
+        forward = [entry for entry in outcome.readings[1] if entry.direction == "forward"]
+        return replace(outcome, readings={1: (*forward, *operations)})
+
+
+def test_what_flushes_in_front_of_an_operation_that_fails_is_asked_and_no_module_is_blamed():
+    script = Flushing()
+    policy, _ = tuned(script)
+    assert [(choice.entry, choice.reason) for choice in policy.deny] == [
+        ("softmax", "fails in bfloat16, outside of modules; without it the loss is not finite")
+    ]
+    assert script.runs == 9  # float32, thrice rounded, bfloat16, float32 again, operations, log, softmax
+
+
 class Breaking(Pretended):
     """Stands for a script in which `layer3` makes infinities by `mul`, from the second step on where `late`."""
 
@@ -287,18 +321,18 @@ def test_a_dtype_that_is_slower_is_not_chosen(tmp_path):
     assert tuned(Pretended(()), repeats=2)[0].speed == 2.0
 
 
-@pytest.mark.parametrize(("speed", "runs"), [(2.0, 6), (1.1, 12)])
+@pytest.mark.parametrize(("speed", "runs"), [(2.0, 8), (1.1, 14)])
 def test_rounds_of_timed_runs_end_when_the_fastest_is_clear(speed, runs):
     script = Pretended((), speed)
     tuned(script, repeats=5)
-    assert script.runs == runs  # float32 and bfloat16, watched; then both, timed, in each round
+    assert script.runs == runs  # float32, twice rounded, and bfloat16, watched; then both, timed, in each round
 
 
 def test_a_dtype_that_was_asked_for_is_not_run_for_its_name():
     scripts = [Pretended(()), Pretended(())]
     tuned(scripts[0])
     tune_script(Program("a.py"), RunSettings("auto"), run=scripts[1], steps=2, tolerance=0.01, repeats=0)
-    assert [script.runs for script in scripts] == [2, 3]
+    assert [script.runs for script in scripts] == [4, 5]
 
 
 def test_what_the_hardware_has_is_tuned_where_auto_is_float32():
@@ -310,6 +344,28 @@ def test_what_the_hardware_has_is_tuned_where_auto_is_float32():
     script = Pretended(("layer3",))
     policy, _ = tune_script(Program("a.py"), RunSettings("auto"), run=careful, steps=2, tolerance=0.01, repeats=0)
     assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("bfloat16", ["module:layer3"])
+
+
+def test_a_loss_that_explodes_in_float32_is_no_matter_of_precision():
+    def explodes(trial):
+        return replace(script(trial), losses=(0.5, 40000.0))
+
+    script = Pretended(())
+    with pytest.raises(ampx.TrialError, match=r"a\.py fails in float32 itself: its loss is 40000 in step 2"):
+        tune_script(Program("a.py"), RunSettings("float16"), run=explodes, steps=2, repeats=0)
+
+
+def test_a_gradient_that_is_off_in_one_step_only_is_chance():
+    class Crossing(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            right = Pretended((), only_gradients=True)(trial)
+            return replace(outcome, readings={**outcome.readings, self.step: right.readings.get(self.step, ())})
+
+    for step in (1, 2):
+        script = Crossing(("layer3",), only_gradients=True)
+        script.step = step
+        assert tuned(script)[0].deny == ()
 
 
 def test_precision_is_not_blamed_where_runs_in_float32_differ():
