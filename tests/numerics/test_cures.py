@@ -62,11 +62,9 @@ class Chain:
                     read(module, operation, before, at)
                 if module:
                     read(module, "", received, at)
-            slope = round_to(np.asarray(self.slope) * scale, dtype) / scale
-        backward = Reading(
-            "", "Net", "", "backward", 0, dtype, describe(round_to(np.asarray(self.slope) * scale, dtype))
-        )
-        return Seen(Replayed(float(value.sum()), {"w": slope}, {"w": describe([1.0])}), (*readings, backward))
+            slope = round_to(round_to(np.asarray(self.slope) * scale * self.inner, dtype) / self.inner, dtype)
+        backward = Reading("", "Net", "", "backward", 0, dtype, describe(slope))
+        return Seen(Replayed(float(value.sum()), {"w": slope / scale}, {"w": describe([1.0])}), (*readings, backward))
 
     def again(self, dtype, scale, tried):
         """Return what runs a change, and puts it on a list."""
