@@ -16,13 +16,13 @@ class TestImplicit(InterruptedStepSuite):
     """Only lines of core are interrupted: how the toy keeps several losses apart is not written for it."""
 
     harness = ImplicitToyHarness
-    packages, stride, thinned, few = ("ampx",), 3, 1, 5
+    packages, stride, few = ("ampx",), 3, 5
     cases: ClassVar[Any] = {name: case for name, case in InterruptedStepSuite.cases.items() if "losses" not in case}
 
 
 class TestExplicit(InterruptedStepSuite):
     harness = ExplicitToyHarness
-    packages, stride, thinned, few = ("ampx",), 3, 1, 5
+    packages, stride, few = ("ampx",), 3, 5
 
 
 def nothing(true, self, *args):

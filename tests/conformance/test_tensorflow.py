@@ -240,7 +240,7 @@ class TensorFlowTraining(Training):
 class TestInterruptedSteps(InterruptedStepSuite):
     harness, training = TensorFlowHarness, TensorFlowTraining
     session: ClassVar[Any] = {"level": "O0", "dtype": "float32"}
-    stride, thinned = 97, 2
+    stride = 97
     takes_old_gradients = False
 
 
