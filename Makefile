@@ -1,9 +1,9 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
 # Those that take longest first.
-FRAMEWORK ?= torch,tensorflow,jax,mxnet,paddle,core,example
+FRAMEWORK ?= torch,tensorflow,jax,mxnet,core,paddle,example
 # Environments of `make test-all` alone.
-NIGHTLY ?= compiled-for-cuda,docs-test,ecosystem,ecosystem-images,ecosystem-jax,trainers,watch
+NIGHTLY ?= compiled-for-cuda,demo,docs-test,ecosystem,ecosystem-images,ecosystem-jax,trainers,watch
 VERSIONS ?= jax-lowest,jax-newest,mxnet-lowest,mxnet-newest,paddle-lowest,paddle-newest,tensorflow-lowest,tensorflow-newest,torch-lowest,torch-newest
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
@@ -47,8 +47,8 @@ weakest-paddle:
 # The core and the example have none. No test that is left to `make test-all` shows a cell that others do not show.
 evidence: .venv-tox/bin/tox ; for name in $(filter-out core example,$(subst $(COMMA), ,$(FRAMEWORK))); do $(TOX) -e $$name -- --regenerate tests/conformance/test_$$name.py tests/$$name || exit 1; done
 table: .venv-tox/bin/tox ; $(TOX) -e table
-# Lint, types, manual and demo: what stands beside the tests.
-checks: .venv-tox/bin/tox ; $(TOX_TWO) -e demo,types,docs,lint
+# Lint, types and manual: what stands beside the tests. Those of the command line train the demo for an epoch.
+checks: .venv-tox/bin/tox ; $(TOX_TWO) -e types,docs,lint
 lint: .venv-tox/bin/tox ; $(TOX) -e lint
 types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs
