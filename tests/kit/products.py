@@ -19,7 +19,7 @@ def left_out(items):
     functions = defaultdict(list)
     for item in items:
         chosen = item.get_closest_marker("each_value") or COMPILING & {item.path.parent.name}
-        if chosen and hasattr(item, "callspec") and "covers" not in item.fixturenames:
+        if chosen and hasattr(item, "callspec") and "record_property" not in item.fixturenames:
             functions[item.nodeid.partition("[")[0]].append(item)
     return {item for each in functions.values() for item in _others(each)}
 
