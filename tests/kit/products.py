@@ -14,11 +14,13 @@ COMPILING = {"jax", "tensorflow"}
 def left_out(items):
     """Return the tests, of those marked `each_value` and of frameworks that compile, whose values others have.
 
-    Those that put on record what they show stay: each combination is a cell of the tables.
+    Those that put on record what they show stay: each combination is a cell of the tables. So do those that are marked
+    `each_value(False)`: some combinations are skipped, and a value that has no other would not be tried at all.
     """
     functions = defaultdict(list)
     for item in items:
-        chosen = item.get_closest_marker("each_value") or COMPILING & {item.path.parent.name}
+        mark = item.get_closest_marker("each_value")
+        chosen = mark.args != (False,) if mark else COMPILING & {item.path.parent.name}
         if chosen and hasattr(item, "callspec") and "record_property" not in item.fixturenames:
             functions[item.nodeid.partition("[")[0]].append(item)
     return {item for each in functions.values() for item in _others(each)}
