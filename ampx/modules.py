@@ -20,6 +20,8 @@ WATCHERS: Final = 1
 FORCES: Final = 2
 # So many names are shown in a message.
 _SHOWN: Final = 8
+# Returns whether a name matches a pattern.
+Matches: TypeAlias = Callable[[str, str], bool]
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -132,9 +134,14 @@ def outer_name(name: str) -> str | None:
 # -- patterns ----------------------------------------------------------------------------------------------------------
 
 
-def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+def unmatched(patterns: Iterable[str], names: Collection[str], matches: Matches = fnmatchcase) -> list[str]:
     """Return the patterns that match none of some names."""
-    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    return [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]
+
+
+def is_meant(name: str, pattern: str) -> bool:
+    """Return whether a pattern of `allow` or `deny` means a module: in every model, unless it begins with a class."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(":")[2], pattern)
 
 
 def some_names(names: Sequence[str]) -> str:
@@ -142,22 +149,28 @@ def some_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_SHOWN]) or 'none'}{', …' if len(names) > _SHOWN else ''}"
 
 
-def check_patterns(call: str, patterns: Iterable[str], names: Sequence[str], advice: str = "Correct it.") -> None:
+def check_patterns(
+    call: str,
+    patterns: Iterable[str],
+    names: Sequence[str],
+    advice: str = "Correct it.",
+    matches: Matches = fnmatchcase,
+) -> None:
     """Raise for a pattern that matches none of the names of a model's modules.
 
     Raises:
         UnsupportedOpError: There is one.
     """
-    for pattern in unmatched(patterns, names):
+    for pattern in unmatched(patterns, names, matches):
         raise UnsupportedOpError(
             f"{call} got the pattern {pattern!r}, which matches no module of the model; accepted: patterns of "
             f"names such as {some_names([*map(repr, names)])}. {advice}"
         )
 
 
-def last_match(name: str, dtypes: Mapping[str, str]) -> str | None:
+def last_match(name: str, dtypes: Mapping[str, str], matches: Matches = fnmatchcase) -> str | None:
     """Return what the last pattern that matches a name stands for; None where none matches."""
-    return next((dtypes[pattern] for pattern in reversed(list(dtypes)) if fnmatchcase(name, pattern)), None)
+    return next((dtypes[pattern] for pattern in reversed(list(dtypes)) if matches(name, pattern)), None)
 
 
 def inherited(name: str, dtype_of: Callable[[str], str | None]) -> str | None:
@@ -178,11 +191,20 @@ def module_dtypes(plan: CastPlan) -> dict[str, str]:
     return {**dict.fromkeys(allowed, str(plan.dtype)), **denied}
 
 
+def name_models(models: Iterable[Any], named: Callable[[Any], Iterable[tuple[str, Any]]]) -> list[tuple[str, Any]]:
+    """List the modules of some models, with the names that they get where these are called one after the other."""
+    modules: list[tuple[str, Any]] = []
+    names = Names(None, named, modules.extend)
+    for model in models:
+        names.of(model)
+    return modules
+
+
 def float32_modules(named: Iterable[tuple[str, Any]], plan: CastPlan, norms: tuple[type, ...]) -> list[Any]:
     """List the modules that stay in float32 where others become low: what is denied, and norms that are not allowed."""
     dtypes, kept = module_dtypes(plan), []
     for name, module in named:
-        dtype = forced_dtype(name, dtypes)
+        dtype = inherited(name, lambda own: last_match(own, dtypes, is_meant))
         if dtype == "float32" or (dtype is None and isinstance(module, norms)):
             kept.append(module)
     return kept

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
 from .errors import ProtocolError
 from .protocol import Member, NotCopied
@@ -167,6 +167,37 @@ class Provenance(NotCopied):
             for divisor, gradients in plan:
                 self._slots.divide(gradients, divisor)
         self.notes = {}
+
+
+OptimizerT = TypeVar("OptimizerT")
+
+
+def holders(
+    slots: Iterable[Any], others: Iterable[OptimizerT], held_by: Callable[[OptimizerT], Iterable[Any]]
+) -> list[tuple[OptimizerT, list[Any]]]:
+    """List those of some optimizers that hold some of these slots, and which slots these are."""
+    ids = set(map(id, slots))
+    pairs = [(other, [slot for slot in held_by(other) if id(slot) in ids]) for other in others]
+    return [(other, shared) for other, shared in pairs if shared]
+
+
+def check_not_shared(loss_id: int, sharing: Iterable[Member]) -> None:
+    """Raise where gradients would be put aside, for a loss of another id, that another optimizer waits for.
+
+    Args:
+        loss_id: The loss's.
+        sharing: The places of optimizers that share parameters.
+
+    Raises:
+        ProtocolError: One of them waits for its step.
+    """
+    if any(member.stage == "scaled" for member in sharing):
+        raise ProtocolError(
+            f"scale_loss(loss_id={loss_id}) after a loss of another id, and the optimizer shares parameters with "
+            f"another one that waits for its step; accepted: loss scales by loss_id where every parameter belongs "
+            f"to one optimizer, or one loss scale for all losses. Leave loss_id out, or step the other optimizer "
+            f"first."
+        )
 
 
 def _are_same(scale: Scalar, other: Scalar) -> bool:

@@ -48,6 +48,7 @@ html_theme = "furo"
 html_title = f"ampx {release}"
 html_static_path = ["_static"]
 html_css_files = ["diff.css"]
+html_search_scorer = str(ROOT / "docs" / "search.js")
 
 
 def _docstring_to_rst(app, what, name, obj, options, lines):

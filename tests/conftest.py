@@ -74,6 +74,17 @@ def pytest_configure(config):
         config.pluginmanager.register(RecordPlugin(ROOT, environment), "ampx versions")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Say where to begin when a test of the kit fails."""
+    report = yield
+    package, _, subject = getattr(item, "function", item).__module__.rpartition(".")
+    if report.failed and package == "ampx.testing.kit":
+        page = "docs/explanation/architecture.md, 'When a test of the kit fails'"
+        report.sections.append(("where to begin", f"{page}: {subject}"))
+    return report
+
+
 def pytest_sessionfinish(session, exitstatus):
     """Let runs end well that chose none of the tests that are simulated, such as `tox -e torch -- tests/cli`."""
     if SIMULATED and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import signal
@@ -172,6 +173,12 @@ _MODULE = typer.Option("-m", help="SCRIPT is the name of a module, as after pyth
 _STEPS = typer.Option(min=1, help="End every run after so many steps.")
 _PAGE = typer.Option(dir_okay=False, help="Write a report: out.html or out.json.", show_default=False)
 _SEED = typer.Option(help="What the random numbers of every run start from.")
+_CHECKPOINT = typer.Option(
+    "--from",
+    exists=False,
+    help="A checkpoint that the script resumes from, and may write: every run starts from it.",
+    show_default=False,
+)
 _OWN = typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
 
 
@@ -236,6 +243,7 @@ def compare(
     dtype: Annotated[str, typer.Option(help="Compare float32 with these, with commas between.")] = "auto",
     steps: Annotated[int, _STEPS] = 60,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each dtype.")] = 3,
+    checkpoint: Annotated[Path | None, _CHECKPOINT] = None,
     sweep: Annotated[
         str | None,
         typer.Option(help="Time it for several values of an option: '--batch-size=32,64'.", show_default=False),
@@ -256,6 +264,7 @@ def compare(
 ) -> None:
     """Run an unedited script in float32 and in mixed precision, and say whether it is right and worth it."""
     from ampx.numerics import compare_script
+    from ampx.numerics.checkpoint import started_from
     from ampx.numerics.report import KINDS
     from ampx.run import RunSettings
     from ampx.run.command import check_report
@@ -264,7 +273,7 @@ def compare(
     check_report(report, KINDS)
     dtypes = compare_script.parse_dtypes(dtype)
     swept = None if sweep is None else compare_script.Sweep.parse(sweep)
-    with _progress() as progress:
+    with _progress() as progress, started_from(checkpoint) as run:
         result = compare_script.compare_script(
             Program(script, is_module, tuple(arguments or ())),
             RunSettings(level=level, device=device, replace_native=replace_native),
@@ -274,8 +283,11 @@ def compare(
             repeats=repeats,
             seed=seed,
             sweep=swept,
+            run=run,
             progress=progress,
         )
+    if checkpoint is not None:
+        result["notes"].append(f"Steps are counted from the checkpoint on. {checkpoint} is as it was before.")
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -294,6 +306,7 @@ def diagnose(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Wait no longer than so many steps for a failure.", show_default=False)
     ] = None,
+    checkpoint: Annotated[Path | None, _CHECKPOINT] = None,
     dtype: Annotated[str, _DTYPE] = "auto",
     report: Annotated[Path | None, _PAGE] = None,
     as_json: Annotated[bool, _JSON] = False,
@@ -307,13 +320,14 @@ def diagnose(
     color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Run an unedited script until it fails, and say in which module and operation, why, and what to do."""
+    from ampx.numerics.checkpoint import started_from
     from ampx.numerics.diagnose_script import diagnose_script
     from ampx.run import RunSettings
     from ampx.run.command import check_report
     from ampx.run.program import Program
 
     check_report(report)
-    with _progress() as progress:
+    with _progress() as progress, started_from(checkpoint) as run:
         diagnosis, result = diagnose_script(
             Program(script, is_module, tuple(arguments or ())),
             RunSettings(dtype, level, device, replace_native),
@@ -321,8 +335,11 @@ def diagnose(
             at=at,
             steps=steps,
             seed=seed,
+            run=run,
             progress=progress,
         )
+    if checkpoint is not None:
+        result["notes"].append(f"Steps are counted from the checkpoint on. {checkpoint} is as it was before.")
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -556,8 +573,9 @@ def demo(
         demo_command.refuse_both(framework)
     else:
         framework = demo_command.find_framework(framework)
-    import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
-    import sklearn  # noqa: F401
+    # A missing extra is told before the training, not after. The extra of scikit-learn brings matplotlib, too.
+    for module in ("sklearn", "matplotlib.figure"):
+        importlib.import_module(module)
 
     demo_command.make_folder(out)
     if framework is None:

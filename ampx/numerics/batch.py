@@ -53,12 +53,14 @@ class Seen:
         readings: What was read.
         skipped: Whether the step of the batch was skipped; None where none was made.
         largest_loss: The largest loss of the steps up to this one; 0 where only this one is known.
+        fails_later: Training does not go on behind this step; false where that is not known.
     """
 
     replayed: Replayed
     readings: tuple[Reading, ...] = ()
     skipped: bool | None = None
     largest_loss: float = 0.0
+    fails_later: bool = False
 
     @property
     def finite(self) -> bool:

@@ -1,7 +1,13 @@
-"""The process that runs a script for a `Trial`: seeds, watches, ends it in time, and writes what was seen."""
+"""The process that runs a script for a `Trial`: seeds, watches, ends it in time, and writes what was seen.
+
+With the name of a file it runs what that asks for. Without, it is a template of such processes.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
+import json
 import math
 import os
 import pickle
@@ -13,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import ampx
 from ampx.backend import find_offer, offer
 from ampx.callers import script_line_of
 from ampx.errors import AmpxError
 from ampx.events import Event, ScaleCollapsed
+from ampx.plugins import default_registry
 from ampx.run.page import framework_versions
 from ampx.run.ranks import process_rank
 from ampx.run.recorder import names_of
@@ -27,6 +34,7 @@ from ampx.run.supervisor import Finished, supervise
 
 from .batch import in_one_line
 from .probe import Probe
+from .template import Imported, environment, modules_of
 from .trial import MISUSED, REFUSED, Outcome, Trial
 
 if TYPE_CHECKING:
@@ -34,6 +42,10 @@ if TYPE_CHECKING:
     from ampx.run import Run, SampledGradient
 
     from .probe import Reading, Watch
+
+
+# Drivers of accelerators: a process that has one open cannot be copied.
+_DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 
 
 class TrialEnded(SystemExit):
@@ -63,6 +75,7 @@ class TrialObserver:
         self.mistakes: list[str] = []
         self.peak_device: int | None = None
         self.versions = {"python": platform.python_version(), "ampx": ampx.__version__}
+        self._environments: dict[str, frozenset[tuple[str, str]]] = {}  # by framework, when it had been imported
         self._readers: list[Callable[[], float]] = []
         self._unread: list[list[Callable[[], float]]] = []  # a list for each step of the block
         self._block_began = 0.0
@@ -86,6 +99,7 @@ class TrialObserver:
     def observing(self, run: Run, backend: Backend) -> Iterator[None]:
         """Seed a framework that the script has just imported, and look at it until it is automated no more."""
         probe = find_offer(backend, Probe)
+        self._environments[run.framework] = environment()
         if probe is not None:
             probe.seed(self.trial.seed)
         with ExitStack() as regions:
@@ -252,7 +266,14 @@ class TrialObserver:
             mistakes=tuple(self.mistakes),
             versions=self.versions,
             raised=None if error is None else (in_one_line(error), script_line_of(error.__traceback__)),
+            imported=self._imported(report["framework"]),
         )
+
+    def _imported(self, framework: str | None) -> Imported | None:
+        """Return what was imported of the framework that trained."""
+        if framework not in self._environments:
+            return None
+        return Imported(framework, modules_of(framework), self._environments[framework])
 
 
 def _plain(sampled: SampledGradient) -> SampledGradient:
@@ -312,5 +333,54 @@ def _show(error: BaseException | None) -> int:
     return 1
 
 
+# -- a template: see `ampx.numerics.template` --------------------------------------------------------------------------
+
+
+def serve() -> int:
+    """Import what the first line of the standard input names, then run what each further line asks for in a copy."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        _write_to(os.devnull)
+        framework, modules = json.loads(sys.stdin.readline())
+        default_registry().load(framework)
+        variables = sorted(environment())
+        for name in modules:
+            with suppress(Exception):  # one that is no file, or that its framework has taken back
+                importlib.import_module(name)
+        _answer(answers, {"environment": variables, "uses_device": _uses_device()})
+        gc.collect()
+        gc.freeze()  # else a collection in a copy would write to all pages
+        while line := sys.stdin.readline():
+            request, output = json.loads(line)
+            copy = os.fork()
+            if copy == 0:
+                break
+            _answer(answers, copy)
+            sys.stdin.readline()
+            _, status = os.waitpid(copy, 0)
+            _answer(answers, os.waitstatus_to_exitcode(status))
+        else:
+            return 0
+    _write_to(output)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return main(request)
+
+
+def _answer(answers: Any, answer: Any) -> None:
+    answers.write(f"{json.dumps(answer)}\n")
+    answers.flush()
+
+
+def _write_to(target: str) -> None:
+    with open(target, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def _uses_device() -> bool:
+    links = (os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd"))
+    return any(os.readlink(link).startswith(_DEVICES) for link in links if os.path.lexists(link))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1]) if sys.argv[1:] else serve())

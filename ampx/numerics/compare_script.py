@@ -15,10 +15,11 @@ from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
-from .batch import plain
-from .compare import WORST, error_map, padded, worst_errors
+from .batch import Seen, plain
+from .causes import lost_gradients
+from .compare import WORST, error_map, listed_names, padded, worst_errors
 from .meter import LOST
-from .probe import Watching
+from .probe import Replayed, Watching
 from .timing import busy, speed_in_words
 from .trial import TIMED_STEPS, Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
 
@@ -36,6 +37,10 @@ ROUNDINGS: Final = 8
 ALIKE: Final = 0.02
 # Below this the ratio of one pair of runs, whose spread is unknown, decides nothing.
 ALONE: Final = 0.5
+# A training diverges whose loss ends so many times larger than it began.
+GROWN: Final = 10.0
+# By so much later gradients may be larger than those at which the loss scale has settled.
+ROOM: Final = 4.0
 _COLUMNS: Final = 6  # watched steps
 _SAMPLES: Final = 256
 
@@ -147,7 +152,10 @@ def compare_script(
     if failed and timed.keys() == {REFERENCE}:
         raise _all_failed(failed)
     references = timed.pop(REFERENCE)
-    compared = {name: _compare(name, references, outcomes, bool(warm_up)) for name, outcomes in timed.items()}
+    settled = {name: _settled(trial, name, outcomes[0], run, say) for name, outcomes in timed.items()}
+    compared = {
+        name: _compare(name, references, outcomes, settled[name], bool(warm_up)) for name, outcomes in timed.items()
+    }
     exact, shapes = _watch(trial, timed, references, compared, run, say)
     swept = None
     if sweep is not None:
@@ -255,6 +263,8 @@ def _timed_runs(
     failed: dict[str, TrialError] = {}
     chosen: dict[str, str] = {}  # by what was asked for, "auto" say
     for repeat in range(repeats):
+        if repeat == 1:  # the memory of the first runs is what counts, and theirs alone
+            trial = replace(trial, shares_compiled=True, imported=outcomes[REFERENCE][0].imported)
         for asked in sorted((REFERENCE, *dtypes), key=lambda name: name != "auto"):
             if asked in failed:
                 continue
@@ -288,13 +298,36 @@ def _timed_run(trial: Trial, asked: str, run: Runner) -> Outcome:
     return outcome
 
 
-def _compare(name: str, references: Sequence[Outcome], outcomes: Sequence[Outcome], warm: bool) -> dict[str, Any]:
+def _settled(trial: Trial, name: str, outcome: Outcome, run: Runner, progress: Callable[[str], Any]) -> Outcome:
+    """Return a run whose losses tell of the dtype: where steps were skipped, one at a scale at which fewer are.
+
+    While the loss scale settles, each skipped step puts the training back by one, and that is no matter of precision.
+    """
+    first = outcome.run["optimizers"][0]["initial_scale"] if outcome.run["optimizers"] else 0.0
+    scale, skipped = outcome.last_scale, outcome.skipped
+    before = outcome.losses[: skipped[0]] if skipped else ()
+    finite = all(loss is None or math.isfinite(loss) for loss in before)
+    if not skipped or not finite or scale is None or scale >= first:
+        return outcome
+    scale = max(1.0, scale / ROOM)
+    progress(f"{trial.program.name} in {name} at a loss scale of {scale:g}, for steps were skipped …")
+    settings = replace(trial.settings, dtype=name, loss_scale=scale)
+    again = run(replace(trial, settings=settings, shares_compiled=True, imported=outcome.imported))
+    return again if len(again.skipped) < len(skipped) else outcome
+
+
+def _compare(
+    name: str, references: Sequence[Outcome], outcomes: Sequence[Outcome], settled: Outcome, warm: bool
+) -> dict[str, Any]:
     facts = _facts(outcomes, warm)
+    again = {"scale": settled.last_scale, "skipped": settled.skipped}
+    facts["settled"] = None if settled is outcomes[0] else again
     facts["reason"] = outcomes[0].run["reason"]
     facts["speed"] = _paired(references, outcomes) if warm else None
     facts["memory_ratio"] = _ratio(outcomes[0].peak_memory, references[0].peak_memory)
-    facts["parts_at"] = parting(references[0].losses, outcomes[0].losses, name)
-    curves, others = references[0].curves(), outcomes[0].curves()
+    facts["float32_fails"] = _failing(references[0])
+    facts["parts_at"] = parting(references[0].losses, settled.losses, name)
+    curves, others = references[0].curves(), settled.curves()
     pairs = zip(curves, others, strict=False)
     facts["ends_alike"] = 0 < len(curves) == len(others) and all(ends_alike(*pair, name) for pair in pairs)
     return facts
@@ -333,6 +366,19 @@ def _ratio(value: float | None, reference: float | None) -> float | None:
     return None if value is None or not reference else value / reference
 
 
+def _failing(outcome: Outcome) -> str | None:
+    """Return what is wrong with the losses of a run in float32, where they fail or diverge; None for nothing."""
+    broken = (step for step, loss in enumerate(outcome.losses, 1) if loss is not None and not math.isfinite(loss))
+    step = next(broken, None)
+    if step is not None:
+        return f"float32 itself fails: its loss is not finite at step {step}"
+    for curve in outcome.curves():
+        losses = [loss for loss in curve if loss is not None]
+        if losses and abs(losses[-1]) > GROWN * abs(losses[0]) > 0:
+            return f"float32 itself diverges: its loss goes from {losses[0]:.3g} to {losses[-1]:.3g}"
+    return None
+
+
 def parting(reference: Sequence[float | None], losses: Sequence[float | None], dtype: str) -> int | None:
     """Return the first step, from 1, whose losses differ by more than `ROUNDINGS` roundings of a dtype, or None."""
     bound = ROUNDINGS * 2.0 ** -FORMATS[dtype].bits
@@ -351,9 +397,9 @@ def ends_alike(reference: Sequence[float | None], losses: Sequence[float | None]
     """
     pairs = [(wide, low) for wide, low in zip(reference, losses, strict=False) if wide is not None and low is not None]
     quarter = pairs[-max(1, len(pairs) // 4) :]
-    if not quarter or not all(math.isfinite(low) for _, low in pairs):
-        return False
     wides, lows = [wide for wide, _ in quarter], [low for _, low in quarter]
+    if not quarter or not all(map(math.isfinite, (*wides, *(low for _, low in pairs)))):
+        return False
     wide, low = statistics.fmean(wides), statistics.fmean(lows)
     bound = ROUNDINGS * 2.0 ** -FORMATS[dtype].bits * max(abs(wide), abs(low))
     return abs(wide - low) <= max(bound, statistics.pstdev(wides))
@@ -361,13 +407,15 @@ def ends_alike(reference: Sequence[float | None], losses: Sequence[float | None]
 
 def verdict(name: str, facts: Mapping[str, Any]) -> str:
     """Return one sentence: is it right, and is it worth it."""
-    speed, memory, lost, skipped = facts["speed"], facts["memory_ratio"], facts["lost"], len(facts["skipped"])
+    speed, memory, lost, skipped = facts["speed"], facts["memory_ratio"], facts["lost"], len(_skipped(facts))
     few = f"{facts['steps']} {'step is' if facts['steps'] == 1 else 'steps are'} too few to time"
     parts = [few if speed is None else speed_in_words(speed["pairs"])]
     parts += [] if memory is None else [f"{memory:.2f} times the memory"]
     parts.append(_of_losses(facts))
     if lost["dtype"] >= LOST:
         parts.append(f"{lost['dtype']:.0%} of the updates round to nothing ({lost['float32']:.0%} of those in float32)")
+    if facts["flushed"]:
+        parts.append(f"gradients of {listed_names(facts['flushed'])} flush to zero")
     if _skips_most(facts):
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
     return f"{name}: {', '.join(parts)}: {_conclusion(facts)}."
@@ -379,7 +427,8 @@ def _conclusion(facts: Mapping[str, Any]) -> str:
     speed, memory = _speed_decided(facts["speed"]), facts["memory_ratio"]
     smaller = memory is not None and memory < 1 - 5 * ALIKE
     conclusions = (
-        (_skips_most(facts), "look before you rely on it"),
+        (facts["float32_fails"] is not None, "that comes first, and precision is not its cause"),
+        (_skips_most(facts) or bool(facts["flushed"]), "look before you rely on it"),
         (facts["float32_parts_at"] is not None, "make the script repeatable first"),
         (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
         (speed is None, "more steps, by --steps or by the script, decide whether it is worth it"),
@@ -391,7 +440,12 @@ def _conclusion(facts: Mapping[str, Any]) -> str:
 
 
 def _skips_most(facts: Mapping[str, Any]) -> bool:
-    return bool(0 < facts["steps"] <= 2 * len(facts["skipped"]))
+    return bool(0 < facts["steps"] <= 2 * len(_skipped(facts)))
+
+
+def _skipped(facts: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the skipped steps in the run whose losses are compared."""
+    return list((facts["settled"] or facts)["skipped"])
 
 
 def _speed_decided(speed: Mapping[str, Any] | None) -> str | None:
@@ -412,16 +466,20 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
     losses, parts_at = facts["losses"], facts["parts_at"]
     if all(loss is None for loss in losses):
         return "the losses are not known"
+    if facts["float32_fails"] is not None:
+        return str(facts["float32_fails"])
     if facts["float32_parts_at"] is not None:
         return (
             f"two runs in float32 part from each other at step {facts['float32_parts_at']}, so that losses say nothing"
         )
+    settled = f" at a loss scale of {facts['settled']['scale']:g}" if facts["settled"] else ""
     if parts_at is None:
-        return f"the loss agrees with float32's within rounding in all {len(losses)} steps"
-    before = ", ".join(str(step) for step in facts["skipped"] if step <= parts_at)
-    skips = f" (step {before} skipped)" if before else ""
+        return f"the loss agrees with float32's within rounding in all {len(losses)} steps{settled}"
+    before = ", ".join(str(step) for step in _skipped(facts) if step <= parts_at)
+    skips = settled + (f" (step {before} skipped)" if before else "")
     first = facts["modules"] and facts["modules"]["first"]
-    where = f", first in {_named(first['module'])}" if first else ""
+    value = "the gradient of the output of " if first and first["direction"] == "backward" else ""
+    where = f", first in {value}{_named(first['module'])}" if first else ""
     return f"the loss parts from float32's at step {parts_at} of {len(losses)}{skips}{where}, and {_end(facts)}"
 
 
@@ -484,27 +542,55 @@ def _watch(
         watching=watching,
         warm_up=0,
         block=1,
+        shares_compiled=True,  # nothing of these runs is timed
+        imported=references[0].imported,
     )
     names = [name for name, outcomes in timed.items() if outcomes[0].watches]
     outcomes = {}
     for name in (REFERENCE, *names) if names else ():
         progress(f"Watching modules and updates in {name} …")
-        outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name)))
+        scale = settings.loss_scale if name == REFERENCE else _scale(compared[name])
+        outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name, loss_scale=scale)))
     for name, facts in compared.items():
-        facts["meters"] = outcomes[name].run["meters"] if name in outcomes else []
-        both = (REFERENCE, outcomes.get(REFERENCE)), ("dtype", outcomes.get(name))
-        facts["lost"] = {key: _lost(outcome) for key, outcome in both}
-        again = [*references[1:], *([outcomes[REFERENCE]] if outcomes else [])]
-        facts["float32_parts_at"] = _differs(references[0], again, name, facts["parts_at"])
-        facts["modules"] = None
-        if name in outcomes and facts["float32_parts_at"] is None:
-            facts["modules"] = _modules(watched, name, facts["parts_at"], outcomes[REFERENCE], outcomes[name], run)
+        facts.update(_watched_facts(watched, name, facts, references, outcomes, run))
         facts["verdict"] = verdict(name, facts)
     if not outcomes:
         return [], []
     exact = outcomes[REFERENCE]
     shapes = dict.fromkeys((entry.name, entry.shape) for own in exact.gradients.values() for entry in own)
     return list(exact.run["meters"]), list(shapes)
+
+
+def _watched_facts(
+    watched: Trial,
+    name: str,
+    facts: Mapping[str, Any],
+    references: Sequence[Outcome],
+    outcomes: Mapping[str, Outcome],
+    run: Runner,
+) -> dict[str, Any]:
+    """Return what watched runs tell of a dtype, beside `facts`; less where it was not watched."""
+    low, exact = outcomes.get(name), outcomes.get(REFERENCE)
+    again = [*references[1:], *([] if exact is None else [exact])]
+    seen: dict[str, Any] = {
+        "meters": [] if low is None else low.run["meters"],
+        "lost": {REFERENCE: _lost(exact), "dtype": _lost(low)},
+        "float32_parts_at": _differs(references[0], again, name, facts["parts_at"]),
+        "modules": None,
+        "flushed": [],
+    }
+    if low is None or exact is None:
+        return seen
+    seen["flushed"] = lost_gradients(_first_step(low), _first_step(exact))
+    if seen["float32_parts_at"] is None:
+        seen["modules"] = _modules(watched, name, facts, exact, low, run)
+    return seen
+
+
+def _first_step(outcome: Outcome) -> Seen:
+    """Return the gradients of the first step: its weights are the same in every run."""
+    gradients = {entry.name: entry.values for entry in outcome.gradients.get(1, ()) if entry.values is not None}
+    return Seen(Replayed(0.0, gradients, {}))
 
 
 def _differs(reference: Outcome, again: Sequence[Outcome], name: str, parts_at: int | None) -> int | None:
@@ -521,14 +607,20 @@ def _lost(outcome: Outcome | None) -> float:
     return max((meter["last"]["lost"] for meter in (outcome.run["meters"] if outcome else ())), default=0.0)
 
 
+def _scale(facts: Mapping[str, Any]) -> float | None:
+    """Return the loss scale of the run whose losses are compared; None for that of `ampx run`."""
+    return facts["settled"]["scale"] if facts["settled"] else None
+
+
 def _modules(
-    watched: Trial, name: str, parts_at: int | None, reference: Outcome, low: Outcome, run: Runner
+    watched: Trial, name: str, facts: Mapping[str, Any], reference: Outcome, low: Outcome, run: Runner
 ) -> dict[str, Any] | None:
     """Compare what modules compute in the watched steps; None if none can be watched.
 
     The first step is of the same weights, and so is that where the losses part: there casting is off in a third run,
     which comes to it in the dtype. The other steps are of two trainings, which go ways of their own.
     """
+    parts_at, scale = facts["parts_at"], _scale(facts)
     errors = {step: step_errors(reference, low, step, name) for step in watched.watched}
     first = errors[1]
     if not first:
@@ -538,8 +630,13 @@ def _modules(
         parted = next((entry for entry in first if entry.parts), None)
     elif parts_at is not None:
         same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
-        exact = run(replace(same, settings=replace(watched.settings, dtype=name)))
-        parted = next((entry for entry in step_errors(exact, low, parts_at, name) if entry.parts), None)
+        try:
+            exact = run(replace(same, settings=replace(watched.settings, dtype=name, loss_scale=scale)))
+            parted = next((entry for entry in step_errors(exact, low, parts_at, name) if entry.parts), None)
+        except TrialError:
+            # float32 cannot compute with what an earlier step has left in low precision. Of two trainings that have
+            # gone ways of their own, only what is not finite tells.
+            parted = next((entry for entry in errors[parts_at] if math.isinf(entry.error)), None)
     return {
         "first": None if parted is None else plain(parted),
         "worst_outputs": plain(worst_errors(first, "forward")[:WORST]),

@@ -65,8 +65,9 @@ class Experiment:
         loss: The loss then.
         error: How far that is from float32's loss, relative to it.
         finite: The loss and all gradients are finite.
-        cures: They are, and what is computed agrees with float32.
+        cures: They are, what is computed agrees with float32, and training goes on.
         raised: What was raised then; "" for nothing.
+        fails_later: Training does not go on behind this step of a script.
     """
 
     change: str
@@ -75,6 +76,7 @@ class Experiment:
     finite: bool
     cures: bool
     raised: str = ""
+    fails_later: bool = False
 
     def __str__(self) -> str:
         """Return what came out, in a line."""
@@ -82,7 +84,8 @@ class Experiment:
             return f"{self.change}: {self.raised}"
         off = f", {percent(self.error)} from float32's" if math.isfinite(self.error) else ""
         finite = "finite" if self.finite else "gradients are not finite" if math.isfinite(self.loss) else "not finite"
-        return f"{self.change}: loss {self.loss:.4g}, {finite}{off}"
+        later = ", and the steps behind it fail" if self.finite and self.fails_later else ""
+        return f"{self.change}: loss {self.loss:.4g}, {finite}{off}{later}"
 
 
 # Runs the batch with a change; it is passed the names of all modules, too.
@@ -237,7 +240,8 @@ class Search:
         agrees = seen.finite and loss_error(seen, reference) <= WRONG
         agrees = agrees and (not self._fault.stays_finite or self._failing(seen) is None)
         flushes = self._of_gradients and lost_gradients(seen, reference)
-        return Experiment(str(change), loss, error, seen.finite, agrees and not flushes)
+        cures = agrees and not flushes and not seen.fails_later
+        return Experiment(str(change), loss, error, seen.finite, cures, fails_later=seen.fails_later)
 
     @property
     def _of_gradients(self) -> bool:

@@ -15,9 +15,11 @@ from ampx.policy import OptLevel
 
 from .batch import FLOAT32, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
 from .causes import Fault, Growth, Kind, find_fault, refusal_fault
+from .chain import Link, chain
+from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search
 from .operations import normalised
-from .places import Place, last_finite
+from .places import Place, key_of, last_finite
 from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
 from .tune import kept_in_float32
@@ -45,6 +47,7 @@ class Diagnosis:
         experiments: The batch, run again with what was expected to cure it, in order.
         deny: What cures it, as entries of `deny` in a policy file of `ampx run`; empty where that was not seen. There
             a module of a second model is named with its class, which `prepare` of that model does without.
+        chain: The values that lead to the place where the batch first fails, back to one that agrees with float32.
     """
 
     kind: Kind
@@ -60,6 +63,7 @@ class Diagnosis:
     risks: tuple[Risk, ...] = ()
     experiments: tuple[Experiment, ...] = ()
     deny: tuple[str, ...] = ()
+    chain: tuple[Link, ...] = ()
 
     @property
     def precision_is_innocent(self) -> bool:
@@ -92,7 +96,13 @@ class Diagnosis:
             return [f"  raises: {place}; in float32 from values {_range(place.inputs)}"]
         last, first = ("finite", "non-finite") if place.value.nonfinite else ("right", "wrong")
         lines = [] if before is None else [f"  {f'last {last}:':<18}{before}: {_range(before.value)}"]
-        return [*lines, f"  {f'first {first}:':<18}{place}: {_range(place.value)}, from {_range(place.inputs)}"]
+        lines.append(f"  {f'first {first}:':<18}{place}: {_range(place.value)}, from {_range(place.inputs)}")
+        if len(self.chain) < _ENDS:
+            return lines
+        return [*lines, *(f"  {'' if number else 'on the way:':<18}{link}" for number, link in enumerate(self.chain))]
+
+
+_ENDS: Final = 3  # a shorter chain has what the bracket says
 
 
 def _range(stats: Stats) -> str:
@@ -260,7 +270,7 @@ def _concluded(
     """Return the diagnosis of a fault, after trying what may cure it."""
     fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
     fails = not reference.finite and not fault.by_hand
-    cure, experiments = None, []
+    cure, experiments, links = None, [], _links(fault, low, reference, dtype, scale)
     if trial is not None:
         search = Search(fault, trial.compared, dtype, trial.again, trial.scale)
         cure, experiments = search.cure(trial.seen), search.experiments
@@ -281,7 +291,16 @@ def _concluded(
         () if low is None else _bearing(fault, low, reference, dtype, scale),
         tuple(experiments),
         () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
+        links,
     )
+
+
+def _links(fault: Fault, low: Seen | None, reference: Seen, dtype: str, scale: float) -> tuple[Link, ...]:
+    """Return what leads to the place of a fault, where that is a value in low precision."""
+    if low is None or fault.position is None or fault.readings is not low.readings or low is reference:
+        return ()
+    exact = {key_of(entry): entry for entry in reference.readings}
+    return chain(unscaled(low.readings, scale), fault.position, exact, dtype)
 
 
 def _bearing(fault: Fault, low: Seen, reference: Seen, dtype: str, scale: float) -> tuple[Risk, ...]:

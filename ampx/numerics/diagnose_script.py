@@ -33,6 +33,8 @@ _GROWN: Final = 10.0
 _ALIKE: Final = 4.0  # the largest number of one batch over that of another of the same size
 # Where nothing fails this step is looked at, or the last before it that was not skipped: early, to cost little.
 _HEALTHY: Final = 20
+# A cure lets training go on for so many steps, where the script makes them.
+_LATER: Final = 3
 
 
 def diagnose_script(
@@ -71,6 +73,7 @@ def diagnose_script(
     if at is None:
         progress(f"{program.name}: waiting for a loss that is not finite, a collapse of the scale, or an exception …")
         first = run(trial)
+        trial = replace(trial, imported=first.imported)
         notes += [*_off(settings, first), *first.notes]
         if first.fault is not None:
             step, what = first.fault
@@ -164,7 +167,9 @@ class _Runs:
         """Run the script with changes to the trial and to its settings."""
         self._progress(f"{self._trial.program.name}: step {self._step} again, {words} …")
         changed = replace(self._trial, settings=replace(self._trial.settings, **settings), **(trial or {}))
-        return _reach(changed, self._step, self._run)
+        outcome = _reach(changed, self._step, self._run)
+        self._trial = replace(self._trial, imported=self._trial.imported or outcome.imported)
+        return outcome
 
     def seen(self, outcome: Outcome) -> Seen | Refusal:
         """Return the step of a run as a replay, or what it raised."""
@@ -188,7 +193,7 @@ class _Runs:
     def whole(self) -> Outcome:
         """Run the script in float32 from its first step, once."""
         if self._whole is None:
-            both = {"watched": (1, self._step)}
+            both = {"watched": (1, self._step), "steps": self._step + _LATER}
             self._whole = self.run("in float32 from the first step on", both, dtype="float32")
         return self._whole
 
@@ -201,7 +206,8 @@ class _Runs:
 
     def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
         """Run the step with a change; `modules` are the names of all."""
-        trial = {"forced": _in_every_model(change.float32, modules), "watched": (self._step,)}
+        forced = _in_every_model(change.float32, modules)
+        trial = {"forced": forced, "watched": (self._step,), "steps": self._step + _LATER}
         settings: dict[str, Any] = {"loss_scale": change.scale, "dtype": change.dtype}
         if change.operations:
             settings["deny"] = (*self._trial.settings.deny, *change.operations)
@@ -211,7 +217,11 @@ class _Runs:
             )
         except TrialError as error:
             return Refusal(str(error).splitlines()[0])
-        return self.seen(outcome)
+        seen = self.seen(outcome)
+        if isinstance(seen, Refusal):
+            return seen
+        fails = _fails_after(outcome, self._step) and not _diverges_after(self.whole(), self._step)
+        return replace(seen, fails_later=fails)
 
 
 def _in_every_model(names: Sequence[str], modules: Sequence[str]) -> dict[str, str]:
@@ -317,6 +327,20 @@ def _seen(outcome: Outcome, step: int) -> Seen:
     losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
     skipped = step in outcome.skipped
     return Seen(replayed, of_the_step(outcome.readings[step]), skipped, max(losses, default=0.0))
+
+
+def _fails_after(outcome: Outcome, step: int) -> bool:
+    """Return whether a run raised behind a step, had a loss that is not finite, or skipped all steps there."""
+    later = set(range(step + 1, outcome.steps + 1))
+    broken = any(loss is not None and not math.isfinite(loss) for loss in outcome.losses[step:])
+    return outcome.raised is not None or broken or (bool(later) and later <= set(outcome.skipped))
+
+
+def _diverges_after(outcome: Outcome, step: int) -> bool:
+    """Return whether a run in float32 fails behind a step, too, or its loss grows there beyond what it was."""
+    largest = max((abs(loss) for loss in outcome.losses[:step] if loss is not None), default=0.0)
+    grows = any(loss is not None and abs(loss) > _GROWN * largest for loss in outcome.losses[step:])
+    return grows or _fails_after(outcome, step)
 
 
 def _refusal(outcome: Outcome, step: int) -> Refusal | None:

@@ -13,6 +13,8 @@ from ampx.formats import FORMATS
 from ampx.run import page
 from ampx.run.report import VISIBLE, lost_map
 
+from .tolerance import percent
+
 # By dtype, the loss of each step, and the optimizer that made the step.
 Losses: TypeAlias = Mapping[str, Sequence[Any]]
 Names: TypeAlias = Mapping[str, Sequence[str | None]]
@@ -291,6 +293,9 @@ def _what_to_do(diagnosis: Mapping[str, Any]) -> list[str]:
     shown = {name: _place(place) for name, place in places if place is not None}
     if shown:
         parts.append(page.table(("", *shown), list(zip(_PLACE, *shown.values(), strict=True))))
+    if diagnosis["chain"]:
+        head = ("on the way, from what agrees", "operation", "value", "in float32", "off by")
+        parts.append(page.table(head, [_link(link) for link in diagnosis["chain"]]))
     if diagnosis["advice"]:
         parts += [page.heading("What to do"), page.code(diagnosis["advice"].splitlines())]
     return parts
@@ -343,6 +348,13 @@ _PLACE = ("pass", "module", "operation", "dtype", "value", "inputs", "line")
 def _place(place: Mapping[str, Any]) -> tuple[str, ...]:
     names = place["direction"], place["module"] or "the model", place["operation"], place["dtype"]
     return (*names, _range(place["value"]), _range(place["inputs"]), place["place"])
+
+
+def _link(link: Mapping[str, Any]) -> tuple[str, ...]:
+    place, error = link["place"], link["error"]
+    exact = "–" if link["float32"] is None else _range(link["float32"])
+    off = "not finite" if isinstance(error, str) else percent(error)
+    return place["module"] or "the model", place["operation"], _range(place["value"]), exact, off
 
 
 def _range(stats: Mapping[str, Any]) -> str:

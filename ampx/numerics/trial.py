@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from ampx.run.recorder import SAMPLED_STEPS
 
 from .compare import ModuleError, module_errors, unscaled
 from .probe import Reading, Watching
+from .template import Imported, template_of
 
 _CHILD: Final = "ampx.numerics.child"
 # Exit codes of a child whose script `ampx run` refuses, or whose options it cannot honour.
@@ -68,6 +70,7 @@ class Trial:
             that is skipped at a scale of 1.
         shares_compiled: What is compiled is kept for other trials of this process; its memory is not comparable then.
         may_raise: An exception of the script is part of what is seen, once it has an optimizer.
+        imported: What a former run of the script has imported, with which this one may start, if `shares_compiled`.
     """
 
     program: Program
@@ -85,6 +88,7 @@ class Trial:
     stop_at_fault: bool = False
     shares_compiled: bool = False
     may_raise: bool = False
+    imported: Imported | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Outcome:
         raised: The exception that ended the script in the step after the last, and the line of the script that it went
             through: `("ValueError: why", "train.py:12")`; None for none.
         losses_of: By step, the name of the optimizer that made it; None where it is not known.
+        imported: What another run may start with; None where no framework trained.
     """
 
     run: Mapping[str, Any]
@@ -129,6 +134,7 @@ class Outcome:
     versions: Mapping[str, str] = field(default_factory=dict)
     raised: tuple[str, str] | None = None
     losses_of: tuple[str | None, ...] = ()
+    imported: Imported | None = None
 
     @property
     def steps(self) -> int:
@@ -258,6 +264,16 @@ def _failure(trial: Trial, code: int, text: str) -> TrialError:
     )
 
 
+def _run_anew(request: Path, noise: Path | None, environment: Mapping[str, str]) -> int:
+    """Run what a file asks for in a new Python, which prints to another file, if any; return its exit code."""
+    command = [sys.executable, "-m", _CHILD, str(request)]
+    with ExitStack() as stack:
+        output = None if noise is None else stack.enter_context(noise.open("wb"))
+        # A script that asks a question fails here: the question would not be seen, and each run asks it.
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        return subprocess.run(command, check=False, env=environment, **streams).returncode
+
+
 def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
     """Run a script as asked, in a process of its own.
 
@@ -280,14 +296,16 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         if trial.watched or trial.shares_compiled:
             environment[COMPILED] = _compiled().name
-        command = [sys.executable, "-m", _CHILD, str(request)]
-        with noise.open("wb") as output:
-            streams: dict[str, Any] = {"stdout": output, "stderr": output} if quiet else {}
-            # A script that asks a question fails here: the question would not be seen, and each run asks it.
-            done = subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL, **streams)
-        text = noise.read_text(encoding="utf-8", errors="replace").strip()
-        if done.returncode or not answer.exists():
-            raise _failure(trial, done.returncode, text)
+        shares = trial.imported if quiet and trial.shares_compiled else None
+        template = None if shares is None else template_of(shares, environment)
+        if template is None:
+            code = _run_anew(request, noise if quiet else None, environment)
+        else:
+            noise.touch()
+            code = template.run(request, noise)
+        text = noise.read_text(encoding="utf-8", errors="replace").strip() if quiet else ""
+        if code or not answer.exists():
+            raise _failure(trial, code, text)
         outcome: Outcome = pickle.loads(answer.read_bytes())
     if outcome.steps == 0 and outcome.raised is None:
         notes = " ".join(outcome.run["notes"])

@@ -163,9 +163,10 @@ def _conclude(request: RunRequest, finished: Finished) -> list[str]:
         return [*written, json.dumps(with_origin(report))]
     lines = [*summary_lines(report, finished.failed), *written]
     low = report["dtype"] not in (None, "float32")
-    if low and isinstance(finished.error, Exception) and request.program.name != "-":
+    failure = _failure(report, finished)
+    if low and failure and request.program.name != "-":
         lines.append(
-            f"  {'failed':<11} by {type(finished.error).__name__}; whether {report['dtype']} is why, this says: "
+            f"  {'failed':<11} {failure}; whether {report['dtype']} is why, this says: "
             f"{shlex.join(_diagnosing(request, report['dtype']))}"
         )
     if request.report is not None and size > 1:
@@ -181,6 +182,14 @@ def _write(asked: Path, report: dict[str, Any], quiet: bool) -> list[str]:
     except OSError as error:  # the script ends as it ended all the same
         return [f"  {'report':<11} {target} could not be written: {error.strerror}"]
     return [] if quiet or report["rank"] or report["world_size"] > 1 else [f"  {'report':<11} {target}"]
+
+
+def _failure(report: dict[str, Any], finished: Finished) -> str:
+    """Return how a script failed: by an exception, or by skipping half of its steps, as `ampx diagnose` counts."""
+    if isinstance(finished.error, Exception):
+        return f"by {type(finished.error).__name__}"
+    steps, skipped = report["steps"], report["skipped"]
+    return f"in {skipped} of {steps} steps, which were skipped" if skipped and 2 * skipped >= steps else ""
 
 
 def _diagnosing(request: RunRequest, dtype: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ class Program:
 # Options of `ampx run`, `compare`, `diagnose` and `tune`, but those of one letter.
 OPTIONS: Final = frozenset(
     {
-        *("--at", "--color", "--device", "--dtype", "--for", "--force", "--framework", "--json", "--level"),
+        *("--at", "--color", "--device", "--dtype", "--for", "--force", "--framework", "--from", "--json", "--level"),
         *(
             "--log",
             "--log-every",

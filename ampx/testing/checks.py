@@ -22,6 +22,7 @@ def refused(error: type[Exception], *, passed: str, accepted: str, advice: str, 
         advice: Text of the third.
         hint: What an author may do if nothing is raised.
     """
+    __tracebackhide__ = True  # what failed is the line of the test
     caught: Exception | None = None
     try:
         yield

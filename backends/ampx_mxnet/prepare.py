@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ampx.backend import CastPlan, map_leaves
 from ampx.errors import ProtocolError, UnsupportedByBackendError
-from ampx.modules import Names, float32_modules, listed, module_dtypes
+from ampx.modules import check_patterns, float32_modules, is_meant, listed, module_dtypes, name_models
 
 from . import casting, dtypes
 from .calls import named
@@ -32,8 +32,8 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     """
     models = listed(model, mx.gluon.Block, "model", "gluon.Block")
     trainers = listed(optimizer, (mx.gluon.Trainer, AmpTrainer), "trainer", "gluon.Trainer, wrapped or not")
-    for block in models:
-        Names(block, named).check(module_dtypes(plan), "prepare")
+    names = [name for name, _ in name_models(models, named)]
+    check_patterns("prepare", module_dtypes(plan), names, matches=is_meant)
     if plan.level != "O1":
         _lower(models, trainers, plan)
     return model if optimizer is None else (model, optimizer)
@@ -97,14 +97,14 @@ def _parameters_to_lower(models: list[Any], plan: CastPlan) -> list[Any]:
     kept: set[int] = set()
     lowered: dict[int, Any] = {}
     norms = _NORMS if plan.level == "O2" else ()
-    for model in models:
-        wide = float32_modules(named(model), plan, norms)
-        for _, block in named(model):
-            own = [parameter for parameter in block._reg_params.values() if _is_float32(parameter)]
-            if isinstance(block, _ALWAYS_FLOAT32) or any(block is other for other in wide):
-                kept.update(map(id, own))
-            else:
-                lowered.update((id(parameter), parameter) for parameter in own)
+    modules = name_models(models, named)
+    wide = set(map(id, float32_modules(modules, plan, norms)))
+    for _, block in modules:
+        own = [parameter for parameter in block._reg_params.values() if _is_float32(parameter)]
+        if isinstance(block, _ALWAYS_FLOAT32) or id(block) in wide:
+            kept.update(map(id, own))
+        else:
+            lowered.update((id(parameter), parameter) for parameter in own)
     return [parameter for key, parameter in lowered.items() if key not in kept]
 
 

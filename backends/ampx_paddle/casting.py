@@ -17,7 +17,7 @@ from paddle.incubate.autograd.phi_ops_map import op_map
 
 from ampx.backend import CastPlan, is_module, leaves, map_leaves
 from ampx.errors import UnsupportedOpError, meant
-from ampx.modules import FORCES, Names, last_match, module_dtypes
+from ampx.modules import FORCES, Names, is_meant, last_match, module_dtypes
 from ampx.policy import Dtype
 
 from .calls import calls, named
@@ -156,7 +156,7 @@ class _Rules:
 
     def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Compute a layer as the last rule about it says; one that is allowed in one that is denied is cast again."""
-        dtype: Any = last_match(self._names.of(layer) or "", self._dtypes)
+        dtype: Any = last_match(self._names.of(layer) or "", self._dtypes, is_meant)
         denied = getattr(self._thread, "denied", False)
         if dtype is None or not (denied or paddle.amp.is_autocast_enabled()):
             return forward(*inputs, **options)

@@ -15,7 +15,7 @@ import paddle
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDeviceError
-from ampx.modules import Names, float32_modules, listed, module_dtypes
+from ampx.modules import check_patterns, float32_modules, is_meant, listed, module_dtypes, name_models
 
 from .calls import named
 from .casting import DTYPES, LOW
@@ -40,8 +40,8 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     models = listed(model, _nn.Layer, "model", "paddle.nn.Layer")
     kinds = (paddle.optimizer.Optimizer, AmpOptimizer)
     optimizers = listed(optimizer, kinds, "optimizer", "paddle.optimizer.Optimizer, wrapped or not")
-    for layer in models:
-        Names(layer, named).check(module_dtypes(plan), "prepare")
+    names = [name for name, _ in name_models(models, named)]
+    check_patterns("prepare", module_dtypes(plan), names, matches=is_meant)
     if plan.level != "O1":
         present = paddle.device.get_device()
         if present.partition(":")[0] != plan.device.partition(":")[0]:
@@ -100,7 +100,7 @@ def _layers(models: Iterable[Any]) -> list[Any]:
 def _kept(models: list[Any], plan: CastPlan) -> list[Any]:
     """List the layers that stay in float32, but for those that `decorate` leaves alone by itself."""
     norms = _NORMS if plan.level == "O2" else _INSTANCE_NORMS
-    return [layer for model in models for layer in float32_modules(named(model), plan, norms)]
+    return float32_modules(name_models(models, named), plan, norms)
 
 
 def _exact(parameter: Any, references: Iterable[Any]) -> Any:

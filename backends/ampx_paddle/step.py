@@ -13,6 +13,7 @@ from ampx.backend import CastPlan, GenericBackend, Unscaled
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
 from ampx.optimizer import GenericOptimizer
 from ampx.protocol import Member
+from ampx.provenance import check_not_shared
 from ampx.rooms import make_meter
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import FLOAT32_MAX
@@ -294,18 +295,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._writes.check()
         if self._mixer.mixes(loss_id) and any_nonzero(collect(self.optimizer)):
             refuse_unmixable(self.optimizer)
-            self._check_not_shared(loss_id)
-
-    def _check_not_shared(self, loss_id: int) -> None:
-        """Raise where gradients would be put aside that another optimizer waits for."""
-        waiting = sharers(self._writes.provenance, parameters(self.optimizer))
-        if any(other.member.stage == "scaled" for other, _ in waiting):
-            raise ProtocolError(
-                f"scale_loss(loss_id={loss_id}) after a loss of another id, and the optimizer shares parameters with "
-                f"another one that waits for its step; accepted: loss scales by loss_id where every parameter belongs "
-                f"to one optimizer, or one loss scale for all losses. Leave loss_id out, or step the other optimizer "
-                f"first."
-            )
+            sharing = sharers(self._writes.provenance, parameters(self.optimizer))
+            check_not_shared(loss_id, (other.member for other, _ in sharing))
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Bring what is there to this scale, and put gradients of other loss ids aside.

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from ampx.protocol import Member
-from ampx.provenance import UNKNOWN, GradientSnapshot, Provenance, Slots
+from ampx.provenance import UNKNOWN, GradientSnapshot, Provenance, Slots, holders
 from ampx.scale_state import Scalar
 
 from .gradients import any_nonzero, collect, gradients_of, parameters, rescale, unscale
@@ -99,11 +99,7 @@ def sharers(own: Provenance, owned: Iterable[Any]) -> list[tuple[Writes, list[An
         and other.provenance is not own
         and (other.member.factors or other.provenance.notes or other.left is not ANY)
     ]
-    if not waiting:
-        return []
-    ids = set(map(id, owned))
-    pairs = [(other, [shared for shared in parameters(other.optimizer) if id(shared) in ids]) for other in waiting]
-    return [(other, shared) for other, shared in pairs if shared]
+    return holders(owned, waiting, lambda other: parameters(other.optimizer)) if waiting else []
 
 
 class Writes:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import ampx
 from ampx.backend import CastPlan, reject_unknown
+from ampx.modules import listed
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.rooms import import_part, is_there
@@ -54,9 +55,7 @@ class TensorFlowBackend(ampx.Backend):
     watch_backward = staticmethod(losses.watch_backward)
 
     def is_optimizer(self, candidate: object) -> bool:
-        if isinstance(candidate, WrappedOptimizer):
-            return False
-        return isinstance(candidate, keras.optimizers.Optimizer) or _is_tf1(candidate) or _is_old(candidate)
+        return isinstance(candidate, _optimizers()) and not isinstance(candidate, WrappedOptimizer)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Return a region that Keras layers follow; where graphs are cast there are none."""
@@ -108,7 +107,7 @@ class TensorFlowBackend(ampx.Backend):
             from . import prepare  # needed at these levels only
 
             prepare.check_kind(optimizer, "wrap_optimizer", options["level"].name)
-        if _is_tf1(optimizer):
+        if isinstance(optimizer, tf.compat.v1.train.Optimizer):
             return import_part(f"{_OLD}.tf1", "an optimizer of tf.compat.v1.train").wrap(
                 self, optimizer, member, options
             )
@@ -118,11 +117,13 @@ class TensorFlowBackend(ampx.Backend):
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
         """Let a model that was made before `init`, or a `tf.function`, cast; at O2 and O3 lower a model's variables."""
+        accepted = "an optimizer of Keras, tf_keras or tf.compat.v1.train, wrapped or not"
+        optimizers = listed(optimizer, (*_optimizers(), WrappedOptimizer), "optimizer", accepted)
         if plan.level != "O1":
             from . import prepare  # as above
 
-            return prepare.prepare(model, optimizer, plan)
-        if rewrite.is_function(model):
+            prepared = prepare.prepare(model, optimizers, plan)
+        elif rewrite.is_function(model):
             prepared = rewrite.prepare(model, plan)
         elif (former := _tf_keras_casting()) and former.is_model(model):
             prepared = former.prepare(model, plan)
@@ -155,13 +156,8 @@ def _tf_keras_casting() -> Any:
     return import_part(f"{_OLD}.tf_keras_casting", "tf_keras")
 
 
-def _is_tf1(candidate: object) -> bool:
-    """Return whether this is an optimizer of `tf.compat.v1.train`, not wrapped by ampx."""
-    return isinstance(candidate, tf.compat.v1.train.Optimizer) and not isinstance(candidate, WrappedOptimizer)
-
-
-def _is_old(candidate: object) -> bool:
-    if "tf_keras" not in sys.modules:
-        return False
-    optimizers = sys.modules["tf_keras"].optimizers
-    return isinstance(candidate, (optimizers.Optimizer, optimizers.legacy.Optimizer))
+def _optimizers() -> tuple[type, ...]:
+    """Return the classes of optimizers, those of tf_keras where it was imported."""
+    former = sys.modules["tf_keras"].optimizers if "tf_keras" in sys.modules else None
+    old = () if former is None else (former.Optimizer, former.legacy.Optimizer)
+    return (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer, *old)

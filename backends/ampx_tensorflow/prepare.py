@@ -15,7 +15,8 @@ import keras
 import tensorflow as tf
 
 from ampx.backend import CastPlan
-from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
+from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.modules import listed
 
 from . import casting, masters, oplists
 from .keras3 import AmpOptimizer
@@ -32,7 +33,7 @@ _FLOAT32_NORMS: Final = (
 )
 
 
-def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
+def prepare(model: Any, optimizers: list[Any], plan: CastPlan) -> Any:
     """Do to models and their optimizers what O2 and O3 need. Doing it again to the same changes nothing.
 
     Raises:
@@ -42,7 +43,7 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
         ProtocolError: An optimizer has gradients pending.
         LowPrecisionParametersError: An optimizer was built on low-precision variables.
     """
-    models, optimizers = _listed(model), [] if optimizer is None else _listed(optimizer)
+    models = listed(model, _layers(), "model", f"a model or layer of Keras 3, whose variables become {plan.dtype}")
     for each in models:
         _check_model(each, plan)
     raws = [_raw(each, plan) for each in optimizers]
@@ -54,23 +55,20 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
             each.keeps_masters = plan.level == "O2"
     for raw, variables in built:
         _follow(raw, variables, plan)
-    return model if optimizer is None else (model, optimizer)
+    return model
 
 
-def _listed(objects: Any) -> list[Any]:
-    return list(objects) if isinstance(objects, (list, tuple)) else [objects]
+def _layers() -> tuple[type, ...]:
+    """Return the classes of layers, those of tf_keras where it was imported: they are refused with another reason."""
+    former = sys.modules.get("tf_keras")
+    return (keras.layers.Layer,) if former is None else (keras.layers.Layer, former.layers.Layer)
 
 
 def _check_model(model: Any, plan: CastPlan) -> None:
-    if "tf_keras" in sys.modules and isinstance(model, sys.modules["tf_keras"].layers.Layer):
+    if not isinstance(model, keras.layers.Layer):
         raise UnsupportedByBackendError(
             f"prepare got a model of tf_keras at level {plan.level}; accepted: a model of Keras 3. Layers of tf_keras "
             f"keep the variables that they made, with their dtype: use Keras 3, or level='O1'."
-        )
-    if not isinstance(model, keras.layers.Layer):
-        raise InvalidOptionError(
-            f"prepare got {type(model).__name__} at level {plan.level}; accepted: a model or layer of Keras 3, or a "
-            f"list of them, whose variables can become low precision. Pass one, or use level='O1'."
         )
     several = tf.distribute.has_strategy() and tf.distribute.get_strategy().extended._in_multi_worker_mode()
     if several and plan.dtype == "bfloat16":

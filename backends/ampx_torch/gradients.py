@@ -45,10 +45,6 @@ class GradientSet(NotCopied):
             parameters += group["params"]
         return parameters
 
-    def identities(self) -> frozenset[int]:
-        """Return the ids of the parameters."""
-        return frozenset(map(id, self.parameters()))
-
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, one list a device, dtype and size: large or not."""
         parameters, before = self.parameters(), self._parameters

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from ampx.protocol import Member
-from ampx.provenance import UNKNOWN, GradientSnapshot, Provenance, Slots
+from ampx.provenance import UNKNOWN, GradientSnapshot, Provenance, Slots, holders
 from ampx.scale_state import is_one
 
 from .gradients import any_nonzero, unscale_
@@ -25,17 +25,14 @@ def wrapped_optimizers() -> list[Any]:
     return [optimizer for reference in list(living) if (optimizer := reference()) is not None]
 
 
-def sharers(own: Any) -> list[tuple[Any, list[torch.nn.Parameter]]]:
-    """List other optimizers that take gradients of one for scaled, and the parameters in question."""
-    others: list[tuple[Any, list[torch.nn.Parameter]]] = []
-    if len(living) < 2:
-        return others
-    for other in wrapped_optimizers():
-        if other is not own and (other.ampx_member.stage == "scaled" or other.provenance.notes):
-            shared = own.gradients.identities() & other.gradients.identities()
-            if shared:
-                others.append((other, [leaf for leaf in own.gradients.parameters() if id(leaf) in shared]))
-    return others
+def sharers(own: Provenance, leaves: Iterable[Any], idle: bool = False) -> list[tuple[Any, list[Any]]]:
+    """List the other optimizers that have some of these leaves, and which; with `idle`, those too that wait for none.
+
+    An idle optimizer takes gradients for unscaled, so that it matters only where they are not.
+    """
+    others = [other for other in wrapped_optimizers() if other.provenance is not own]
+    waiting = [other for other in others if idle or other.ampx_member.stage == "scaled" or other.provenance.notes]
+    return holders(leaves, waiting, lambda other: other.leaves()) if waiting else []
 
 
 class ParameterSlots(Slots):
@@ -59,13 +56,8 @@ class ParameterSlots(Slots):
     def sharers(
         self, own: Provenance, slots: Sequence[torch.Tensor]
     ) -> Sequence[tuple[Provenance, Sequence[torch.Tensor]]]:
-        """Return idle optimizers, too: what is left in their gradients is taken for unscaled."""
-        if len(living) < 2:
-            return []
-        held = set(map(id, slots))
-        others = [other for other in wrapped_optimizers() if other.provenance is not own]
-        pairs = [(other.provenance, [leaf for leaf in other.leaves() if id(leaf) in held]) for other in others]
-        return [pair for pair in pairs if pair[1]]
+        """Return the provenance of each other optimizer that has some of these leaves, and which."""
+        return [(other.provenance, shared) for other, shared in sharers(own, slots, idle=True)]
 
     def keep(self, scale: Any) -> Any:
         """Return a scale as it is now: on a device it moves in place."""

@@ -16,7 +16,7 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, Member, NotCopied
-from ampx.provenance import UNKNOWN
+from ampx.provenance import UNKNOWN, check_not_shared
 from ampx.saved_state import refuse_session_state
 
 from . import casting, folded_step, fused, unwrapped_steps
@@ -208,8 +208,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if loss_id in self.findings.checked:
             finite = self.findings.joined(loss_id, finite)
         self.findings.checked[loss_id] = finite
-        if len(living) > 1:
-            for other, shared in sharers(self):
+        if len(living) > 1 and self.masters is None:  # else only the masters' gradients are unscaled
+            for other, shared in sharers(self.provenance, self.leaves()):
                 other.provenance.note(shared, 1.0, stays=True)
 
     def look_again(self, gradients: list[list[torch.Tensor]]) -> None:
@@ -316,7 +316,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             return None
         if self._max_value is not None or self.process_group is not None:
             return None
-        if unwrapped_steps.other_hooks() or not folded_step.accepts(self.optimizer, gradients) or sharers(self):
+        if unwrapped_steps.other_hooks() or not folded_step.accepts(self.optimizer, gradients):
+            return None
+        if len(living) > 1 and sharers(self.provenance, self.leaves()):
             return None
         loss_id, scale = next(iter(member.factors.items()))
         if not ledger.on_device:
@@ -458,17 +460,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self.provenance.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
         factors = self.ampx_member.factors
         if factors and loss_id not in factors:
-            self._check_not_shared(loss_id)
-
-    def _check_not_shared(self, loss_id: int) -> None:
-        """Raise where gradients would be put aside that another optimizer waits for."""
-        if any(other.ampx_member.stage == "scaled" for other, _ in sharers(self)):
-            raise ProtocolError(
-                f"scale_loss(loss_id={loss_id}) after a loss of another id, and the optimizer shares parameters with "
-                f"another one that waits for its step; accepted: loss scales by loss_id where every parameter belongs "
-                f"to one optimizer, or one loss scale for all losses. Leave loss_id out, or step the other optimizer "
-                f"first."
-            )
+            sharing = sharers(self.provenance, self.leaves())
+            check_not_shared(loss_id, (other.ampx_member for other, _ in sharing))
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Put gradients of other losses aside, and have those that are left from before carry the scale."""

@@ -59,6 +59,11 @@ def test_a_report_is_whole(window, tried, tmp_path):
     assert page.broken_images == []
     assert page.window_width == 1280
     assert not page.scrolls_sideways, page.beyond_the_edge
+    window.resize(390)
+    narrow = window.open(path.as_uri())
+    window.resize(1280)
+    assert narrow.window_width == 390
+    assert not narrow.scrolls_sideways, narrow.beyond_the_edge
     assert page.title.startswith(f"ampx {words[0]}")
     assert [heading for heading in headings if heading not in page.text] == []
     assert [link for link in page.links if not link.startswith("https://")] == []

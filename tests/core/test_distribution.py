@@ -1,25 +1,19 @@
 """The distribution: its name wherever somebody is told to install it, what it holds, and that it works."""
 
-import base64
-import csv
-import hashlib
-import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tarfile
-import venv
 import zipfile
 from email import message_from_bytes
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import ampx
 from ampx.cli.frameworks import KNOWN
+from strangers import Stranger, packed, write_wheel
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -139,66 +133,6 @@ def test_the_wheel_holds_nothing_for_maintainers_only(built):
     assert [name for name in names if name.endswith(".json")] == ["ampx/tested_versions.json"]
     testing = {Path(name).stem for name in names if name.startswith("ampx/testing/") and name.count("/") == 2}
     assert not testing & {path.stem for path in (ROOT / "tests" / "kit").glob("*.py")}
-
-
-def packed(name, folder):
-    """Make a wheel of an installed distribution, and of those that it needs, where there is none yet."""
-    try:
-        distribution = metadata.distribution(name)
-    except metadata.PackageNotFoundError:  # for another system or Python
-        return
-    *_, tag = re.findall(r"^Tag: (.+)$", distribution.read_text("WHEEL"), flags=re.M)
-    target = folder / f"{re.sub(r'[-_.]+', '_', distribution.name)}-{distribution.version}-{tag}.whl"
-    if target.exists():
-        return
-    own = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")  # written by who installs it
-    files = [path for path in distribution.files if ".." not in path.parts and path.suffix != ".pyc"]
-    contents = {str(path): path.locate().read_bytes() for path in files if path.name not in own}
-    write_wheel(target, next(path.parent for path in files if path.name == "WHEEL"), contents)
-    for requirement in distribution.requires or ():
-        if "extra ==" not in requirement:
-            packed(re.match(r"[\w.-]+", requirement)[0], folder)
-
-
-def write_wheel(target, info, contents):
-    """Write a wheel of files, with the list of them that it must have."""
-    record = io.StringIO()
-    rows = csv.writer(record, lineterminator="\n")
-    with zipfile.ZipFile(target, "w") as wheel:
-        for name, content in contents.items():
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
-            rows.writerow([name, f"sha256={digest}", len(content)])
-            wheel.writestr(name, content)
-        rows.writerow([f"{info}/RECORD", "", ""])
-        wheel.writestr(f"{info}/RECORD", record.getvalue())
-
-
-class Stranger:
-    """Somebody with an empty virtual environment, an index in a folder, and no network."""
-
-    def __init__(self, folder, index):
-        self.index = index
-        venv.create(folder, with_pip=False, symlinks=True)
-        self.bin, self.home = folder / "bin", folder
-
-    def pip(self, *arguments):
-        pip = (sys.executable, "-m", "pip", "--isolated", "--python", self.bin / "python")
-        return self._run(*pip, *arguments, code=0)
-
-    def install(self, *arguments):
-        self.pip("install", "--quiet", "--no-compile", "--no-index", "--find-links", self.index, *arguments)
-
-    def ampx(self, *arguments, code=0):
-        return self._run(self.bin / "ampx", *arguments, code=code)
-
-    def _run(self, *command, code):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP"))}
-        environment.update(COLUMNS="200", NO_COLOR="1", PATH=f"{self.bin}{os.pathsep}{os.environ['PATH']}")
-        done = subprocess.run(
-            list(map(str, command)), cwd=self.home, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,11 @@ from ampx.modules import (
     Names,
     float32_modules,
     inherited,
+    is_meant,
     last_match,
     listed,
     module_dtypes,
+    name_models,
     outer_name,
     unmatched,
 )
@@ -64,6 +66,19 @@ def test_modules_beside_a_model_that_is_known_have_no_name():
     names.check(["f*"], "prepare")
     with pytest.raises(ampx.UnsupportedOpError, match=r"prepare got the pattern 'g\*'.* names such as '', 'fc'"):
         names.check(["g*"], "prepare")
+
+
+def test_modules_of_several_models_are_named_as_when_they_are_called_and_meant_with_or_without_the_class():
+    first, second = Module(fc=Module()), Module(fc=Module(inner=Module()))
+    modules = name_models([first, second], named)
+    assert [name for name, _ in modules] == ["", "fc", "Module:", "Module:fc", "Module:fc.inner"]
+    assert modules[3][1] is second.parts["fc"]
+    meant = {"fc": ["fc", "Module:fc"], "Module:fc*": ["Module:fc", "Module:fc.inner"], "Other:fc": []}
+    for pattern, names in meant.items():
+        assert [name for name, _ in modules if is_meant(name, pattern)] == names
+    assert unmatched(meant, [name for name, _ in modules], is_meant) == ["Other:fc"]
+    plan = CastPlan("cpu", "float16", deny=("module:Module:fc",))
+    assert float32_modules(modules, plan, ()) == [second.parts["fc"], second.parts["fc"].parts["inner"]]
 
 
 def test_a_wrapper_has_the_name_of_what_it_wraps():

@@ -16,6 +16,7 @@ of ours sees the case:
 - `deny`: what to keep in float32, that cures it; `operations` are an equally true choice;
 - `edit`: what `--cure` edits;
 - `no_cure`: a piece of advice that was measured not to cure it;
+- `gradient`: modules of whose outputs the gradient is the first value to be wrong, where every output is right;
 - `float32`: "fails" where precision is innocent;
 - `tolerance`: how far the losses of a healthy run may be from float32's, relative to the largest; 0.05 if not named;
 - `scale`: a loss scale at which no step is lost to settling; 128 if not named;
@@ -31,6 +32,10 @@ of ours sees the case:
 - **silent**: nothing is said of the fault, nor anything false;
 - **wrong**: a kind or a place is named that is not true, or it is said that all agrees, or that precision is innocent;
 - **accused**: a fault is named of a twin.
+
+`compare` gives no advice. It is right if the value that it says parts first is of a module at fault or inside of it, or
+is one of `gradient`; where no module is at fault, if it names no output of any and does not rely on the dtype. Where
+float32 itself fails it is right if it says so. It is wrong if it names another, or names none and relies on the dtype.
 
 A run is healthy if its losses, without those of skipped steps, are finite and those of float32 within the tolerance.
 """
@@ -66,6 +71,7 @@ class Case:
     operations: tuple[str, ...] = ()
     edit: str = ""
     no_cure: str = ""
+    gradient: tuple[str, ...] = ()
     float32: str = "healthy"
     tolerance: float = 0.05
     scale: float = 128.0

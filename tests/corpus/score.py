@@ -169,6 +169,49 @@ def tuned(runner, case, twin):
     return ("right and curing" if all(is_true_entry(case, entry) for entry in deny) else "wrong"), said
 
 
+def compared(runner, case, twin):
+    """Return the verdict on `ampx compare`, and what it said: a dtype that it does not rely on has a fault."""
+    options = ("--dtype", case.dtype, "--repeats", "1", "--json")
+    done = runner.ampx("compare", *options, case.script, *(["--twin"] if twin else []))
+    if not done.stdout.lstrip().startswith("{"):
+        return _refused(case, twin, done.stderr)
+    report = json.loads(done.stdout)
+    facts = report["dtypes"][case.dtype]
+    said, first = facts["verdict"], facts["modules"] and facts["modules"]["first"]
+    blames = "look before you rely on it" in said
+    if first is not None:
+        said += f" [first: {first['direction']} of {first['module']!r}, off by {first['error']}]"
+    if twin:
+        return ("accused" if blames else "right"), said
+    if "updates" in case.kinds:
+        return ("right without cure" if re.search(r"updates round to nothing", said) else "wrong"), said
+    if case.float32 == "fails":
+        return ("right without cure" if "float32 itself" in said else "wrong" if blames else "silent"), said
+    if first is None and not blames:
+        return "wrong", said
+    if first is None:
+        named = any(name in said.rpartition(" flush to zero")[0] for name in case.modules if name)
+        return ("right without cure" if named or not any(case.modules) else "silent"), said
+    return ("right without cure" if _is_true_first(case, first) else "wrong"), said
+
+
+def _is_true_first(case, first):
+    """Return whether a value of a module may be the first that is wrong."""
+    name = re.sub(r"^\w+:(?=.)", "", first["module"])
+    if not any(case.modules):
+        return first["direction"] == "backward"
+    inside = any(module and name.startswith(f"{module}.") for module in case.modules)
+    return inside or name in (case.modules if first["direction"] == "forward" else (*case.gradient, *case.modules))
+
+
+def _refused(case, twin, stderr):
+    """Judge what `compare` says of a script that raises: its last words, which hold the line."""
+    said = " ".join(stderr.split())[-600:]
+    if twin:
+        return "accused", said
+    return ("right without cure" if case.code and case.code in stderr and "error" in case.kinds else "silent"), said
+
+
 def is_true_entry(case, entry):
     """Return whether an entry of `deny` is one that the truth has, or is inside a module that is at fault."""
     inside = any(name and entry.startswith(f"module:{name}.") for name in case.modules)
@@ -204,6 +247,7 @@ OTHERS = {
 JUDGES = {
     "diagnose": diagnosed,
     "tune": tuned,
+    "compare": compared,
     **{tool: told_by(tool) for tools in OTHERS.values() for tool in tools},
 }
 
@@ -278,10 +322,10 @@ NAMES = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "paddle":
 INTRODUCTION = """# How often the debugger is right
 
 Here are training scripts that fail of their precision, or of something else that looks like it, and what `ampx
-diagnose`, `ampx tune` and the frameworks' own tools say of each. The models are those of libraries where these have
-one; weights and data are made for the purpose. What is true of a script was measured with the framework alone, and
-written down before a tool saw it: what fails, where, and what cures it. Every script has a healthy twin, which differs
-by its data, its weights or a formula, and in which a tool must find nothing.
+diagnose`, `ampx tune`, `ampx compare` and the frameworks' own tools say of each. The models are those of libraries
+where these have one; weights and data are made for the purpose. What is true of a script was measured with the
+framework alone, and written down before a tool saw it: what fails, where, and what cures it. Every script has a healthy
+twin, which differs by its data, its weights or a formula, and in which a tool must find nothing.
 
 - **right and curing**: kind and place are true, and the advice was carried out: the script then trains as in float32.
   `tune` is also right where float32 itself fails and it says so.
@@ -290,6 +334,11 @@ by its data, its weights or a formula, and in which a tool must find nothing.
 - **wrong**: a kind or a place is named that is not true, or all is said to be well. `tune` is wrong where the script
   does not train by its policy as in float32, or where that keeps in float32 what is not at fault.
 - **twin accused**: a fault is named in the healthy twin.
+
+`compare` names no kind and gives no advice. It is right if the first value that it says differs from float32's is an
+output of the module at fault, or the gradient of one; where no module is at fault, if it names no output; where float32
+fails, if it says so. It names a consumer of lost digits, where `diagnose` goes back to what lost them: that counts as
+wrong.
 
 Other tools name no kind and give no advice. They are judged by the module or the line of the script that they name;
 where only a module of a library is at fault, any line of the script counts as true. They run in the framework's own

@@ -100,6 +100,11 @@ class Browser:
             self._pause(settle)
         return Page(**self.evaluate(PROBE), messages=list(self._messages), requests=list(self._requests))
 
+    def resize(self, width, height=800):
+        """Make the window as wide as so many pixels: 1280 of a laptop, 390 of a phone."""
+        self._view.resize(width, height)
+        self._pause(0.1)
+
     def evaluate(self, script, timeout=30):
         """Run JavaScript in the page, and return the value of the JSON that it evaluates to."""
         answers = []

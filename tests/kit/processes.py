@@ -17,7 +17,8 @@ import forks
 # What tests set for others, beside what was there at the start; libraries add variables that are for this one.
 AT_START = frozenset(os.environ)
 SET_BY_TESTS = (*forks.READ_LATER, "DNNL_", "MXNET_", "ONEDNN_")
-QUIET = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+# Runs of a diagnosis are copies of the process that has the framework, and not of one that imports it again.
+QUIET = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "AMPX_FRESH_RUNS": "1"}
 
 
 class Started:

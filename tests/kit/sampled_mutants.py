@@ -3,6 +3,7 @@
     python tests/kit/sampled_mutants.py sample                  write the list, 300 of all frameworks
     python tests/kit/sampled_mutants.py map torch TESTS...      run tests once and note which lines each of them runs
     python tests/kit/sampled_mutants.py run torch [BEFORE]      try its mutants that have no verdict at this commit
+    python tests/kit/sampled_mutants.py try NAME TESTS...       try one by tests that are named, and print its verdict
     python tests/kit/sampled_mutants.py table                   print what was killed, by commit
 
 Each runs in the environment of the framework, with pytest-cov and the checkout on PYTHONPATH (`.:backends`). A mutant
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -213,41 +215,52 @@ def run(framework, before=None):
         for name, mutant in mutants.items()
         if mutant["framework"] == framework and commit not in mutant["verdicts"]
     }
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder, "tree")
-        shutil.copytree(
-            ROOT, tree, ignore=shutil.ignore_patterns(".git", ".tox", ".venv*", "_build", "__pycache__", ".mypy_cache")
-        )
+    with copied_tree() as tree:
         for name, mutant in waiting.items():
             former = mutant["verdicts"].get(before, "")
             killer = former.removeprefix("killed: ") if "::" in former else None
             if former and not (killer and body(killer, before) != body(killer, commit)):
                 mutant["verdicts"][commit] = former
             else:
-                mutant["verdicts"][commit] = verdict(framework, mutant, tree, recorded)
+                mutant["verdicts"][commit] = verdict(framework, mutant, tree, lambda *place: reaching(recorded, *place))
             print(f"{name}: {mutant['verdicts'][commit]}", flush=True)
             save(mutants)
 
 
-def verdict(framework, mutant, tree, recorded):
+@contextmanager
+def copied_tree():
+    """Return a region with a copy of the tree."""
+    ignored = shutil.ignore_patterns(".git", ".tox", ".venv*", "_build", "__pycache__", ".mypy_cache")
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(shutil.copytree(ROOT, Path(folder, "tree"), ignore=ignored))
+
+
+def reaching(recorded, file, line):
+    """Return the tests to ask about a line: of those that run it the quickest of every file first.
+
+    One file may not know what another tests.
+    """
+    tests, by_file = recorded["lines"].get(file, {}).get(str(line), []), defaultdict(list)
+    for test in sorted(tests, key=lambda test: recorded["seconds"].get(test, SECONDS)):
+        by_file[test.partition("::")[0]].append(test)
+    turns = [test for turn in range(MOST_TESTS) for own in by_file.values() for test in own[turn : turn + 1]]
+    return turns[:MOST_TESTS]
+
+
+def verdict(framework, mutant, tree, tests_of):
     """Return what became of one mutant."""
     entry = find(framework, mutant)
     if entry is None:
         return "gone"
     kept, (start, end, line) = entry
-    tests = recorded["lines"].get(kept["file"], {}).get(str(line), [])
+    tests = tests_of(kept["file"], line)
     if not tests:
         return "not run"
-    by_file = defaultdict(list)
-    for test in sorted(tests, key=lambda test: recorded["seconds"].get(test, SECONDS)):
-        by_file[test.partition("::")[0]].append(test)
-    # The quickest of every file first: one file may not know what another tests.
-    turns = [test for turn in range(MOST_TESTS) for own in by_file.values() for test in own[turn : turn + 1]]
     path = tree / kept["file"]
     source = path.read_text()
     path.write_text(source[:start] + kept["after"] + source[end:])
     environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'backends'}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *turns[:MOST_TESTS]]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
     try:
         ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -262,6 +275,13 @@ def verdict(framework, mutant, tree, recorded):
     return f"killed: {failed[0].split(' - ')[0].split(' ', 1)[1] if failed else 'no test could run'}"
 
 
+def try_one(name, *tests):
+    """Print what becomes of one mutant by tests that are named."""
+    mutant = json.loads(LIST.read_text())[name]
+    with copied_tree() as tree:
+        print(f"{name}: {verdict(mutant['framework'], mutant, tree, lambda *place: tests)}")
+
+
 def table():
     """Print how many of each framework were killed."""
     rows = defaultdict(Counter)
@@ -274,12 +294,15 @@ def table():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sample", "map", "run", "table"))
-    parser.add_argument("framework", nargs="?", choices=FRAMEWORKS)
+    parser.add_argument("what", choices=("sample", "map", "run", "try", "table"))
+    parser.add_argument("framework", nargs="?", help=f"{', '.join(FRAMEWORKS)}; for `try` the name of a mutant")
     asked, rest = parser.parse_known_args()
-    if asked.what in ("map", "run") and asked.framework is None:
+    if asked.what in ("map", "run") and asked.framework not in FRAMEWORKS:
         parser.error("name a framework")
-    if asked.what == "map":
-        map_lines(asked.framework, rest)
-    else:
-        {"sample": sample, "run": lambda: run(asked.framework, *rest), "table": table}[asked.what]()
+    {
+        "sample": sample,
+        "map": lambda: map_lines(asked.framework, rest),
+        "run": lambda: run(asked.framework, *rest),
+        "try": lambda: try_one(asked.framework, *rest),
+        "table": table,
+    }[asked.what]()

@@ -23,7 +23,7 @@ from ampx.numerics.probe import Reading, Stats
 from ampx.numerics.trial import Outcome, TrialError
 from ampx.run import RunSettings
 from ampx.run.program import Program
-from ampx.run.recorder import MeterRecord
+from ampx.run.recorder import MeterRecord, SampledGradient
 
 SECONDS = {"float32": 0.2, "float16": 0.1, "bfloat16": 0.4}
 LAYERS = ("first", "<second>")
@@ -166,6 +166,23 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
             "repeatable first.",
         ),
         (
+            {"float32_fails": "float32 itself fails: its loss is not finite at step 3", "parts_at": 2},
+            "float32 itself fails: its loss is not finite at step 3: that comes first, and precision is not its cause.",
+        ),
+        (
+            {"settled": {"scale": 128.0, "skipped": []}, "skipped": [1, 2, 3]},
+            "the loss agrees with float32's within rounding in all 4 steps at a loss scale of 128: worth it.",
+        ),
+        (
+            {"flushed": ["small.weight"]},
+            "in all 4 steps, gradients of small.weight flush to zero: look before you rely on it.",
+        ),
+        (
+            {"parts_at": 2, "ends_alike": False, "modules": {"first": {"module": "2", "direction": "backward"}}},
+            "at step 2 of 4, first in the gradient of the output of module '2', and ends elsewhere: look before you "
+            "rely on it.",
+        ),
+        (
             {"speed": {"ratio": 0.5, "least": 0.5, "largest": 0.5, "pairs": [0.5]}},
             "(one pair of runs), the loss agrees with float32's within rounding in all 4 steps: not worth it on this "
             "machine.",
@@ -206,8 +223,83 @@ def test_the_verdict_is_true_of_what_was_seen(change, sentence):
     speed = {"ratio": 1.5, "least": 1.4, "largest": 1.6, "pairs": [1.4, 1.5, 1.6]}
     facts = {"speed": speed, "memory_ratio": None, "losses": [1.0] * 4, "parts_at": None, "ends_alike": True}
     facts |= {"skipped": [], "steps": 4, "modules": None, "lost": {"float32": 0.0, "dtype": 0.0}}
-    facts["float32_parts_at"] = None
+    facts |= {**dict.fromkeys(("float32_parts_at", "float32_fails", "settled")), "flushed": []}
     assert verdict("float16", {**facts, **change}).endswith(sentence)
+
+
+@pytest.mark.parametrize(("number", "module"), [(1.5, None), (math.inf, "<second>")])
+def test_where_float32_cannot_go_on_from_what_low_precision_has_left_only_what_is_not_finite_is_named(number, module):
+    """A pool of pictures in float16, say, which are the next step's inputs."""
+
+    def run(trial):
+        if trial.float32:
+            raise TrialError("mat1 and mat2 must have the same dtype")
+        outcome = pretended(trial)
+        if trial.settings.dtype != "float16" or 3 not in trial.watched:
+            return outcome
+        first, second = outcome.readings[3]
+        other = replace(second, sample=np.array([1.0, number], np.float32))
+        return replace(outcome, readings={**outcome.readings, 3: (first, other)})
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    first = facts["modules"]["first"]
+    assert (facts["parts_at"], first and first["module"]) == (3, module)
+    where = f", first in module {module!r}" if module else ""
+    assert f"at step 3 of 4 (step 3 skipped){where}, and has" in facts["verdict"]
+
+
+def test_gradients_that_flush_to_zero_are_named_though_the_losses_agree():
+    """Of two losses of one trunk the larger one hides what becomes of the smaller one."""
+
+    def run(trial):
+        flushes = trial.settings.dtype == "float16"
+        gradients = (SampledGradient("small", (16,), np.full(16, 0.0 if flushes else 1e-9, np.float32)),)
+        gradients += (SampledGradient("large", (16,), np.ones(16, np.float32)),)
+        taken = dict.fromkeys(trial.gradients, gradients)
+        return replace(pretended(trial), losses=(1.0, 0.5, 0.25, 0.1), gradients=taken)
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    assert (facts["parts_at"], facts["flushed"]) == (None, ["small"])
+
+
+@pytest.mark.parametrize("skips_again", [False, True])
+def test_steps_skipped_until_the_loss_scale_settles_are_no_matter_of_precision(skips_again):
+    """Each skipped step puts the training back by one: at a quarter of the last scale, it trains as float32."""
+    ran = []
+
+    def run(trial):
+        ran.append(trial)
+        outcome, scale = pretended(trial), trial.settings.loss_scale
+        settles = trial.settings.dtype == "float16" and (scale is None or skips_again)
+        optimizer = {**outcome.run["optimizers"][0], "skipped": [], "initial_scale": scale or 8.0}
+        optimizer |= {"skipped": [1, 2], "initial_scale": 64.0, "scales": [(1, 32.0), (2, 16.0)]} if settles else {}
+        losses = (1.0, 1.0, 1.0, 0.5) if settles else (1.0, 0.5, 0.25, 0.125)
+        return replace(outcome, run={**outcome.run, "optimizers": [optimizer]}, losses=losses)
+
+    result = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, repeats=1, run=run)
+    facts = result["dtypes"]["float16"]
+    assert facts["skipped"] == [1, 2]
+    settled = (None, 2) if skips_again else ({"scale": 4.0, "skipped": []}, None)
+    assert (facts["settled"], facts["parts_at"]) == settled
+    assert {trial.settings.loss_scale for trial in ran if trial.watched} == ({None} if skips_again else {None, 4.0})
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ((1.0, 2.0, math.nan, 1.0), "float32 itself fails: its loss is not finite at step 3"),
+        ((0.5, 0.6, 5.0, 70.0), "float32 itself diverges: its loss goes from 0.5 to 70"),
+        ((1.0, 2.0, 4.0, math.inf), "float32 itself fails: its loss is not finite at step 4"),
+        ((0.5, 70.0, 5.0, 0.4), None),
+    ],
+)
+def test_what_fails_in_float32_itself_is_no_matter_of_precision(losses, words):
+    def run(trial):
+        return replace(pretended(trial), losses=losses)
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    assert facts["float32_fails"] == words
+    assert (words or "the loss agrees") in facts["verdict"]
 
 
 def test_the_losses_of_two_optimizers_both_have_to_end_alike():

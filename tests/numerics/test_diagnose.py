@@ -10,9 +10,11 @@ import pytest
 
 import ampx
 from ampx.numerics.batch import Refusal, Seen, in_one_line
+from ampx.numerics.chain import chain
 from ampx.numerics.compare import padded
 from ampx.numerics.diagnose import diagnosed, examined
 from ampx.numerics.operations import family
+from ampx.numerics.places import key_of
 from ampx.numerics.probe import Reading, Replayed
 from ampx.numerics.rounding import describe, round_to
 from toy import framework
@@ -372,3 +374,56 @@ def test_a_cast_of_a_mask_is_judged_by_what_it_is_given_and_not_by_another_cast_
     cast = read("convert_element_type", [float(np.finfo(np.float32).min)], [-math.inf])
     another = read("convert_element_type", [1.0], [1.0], dtype="float32")
     assert diagnosed(seen(cast, loss=math.nan), seen(another), "float16").kind == "mask"
+
+
+def _value(module, values, received, operation=""):
+    """A reading of some numbers, computed from others."""
+    sample = np.array(values, np.float32)
+    return Reading(module, "Part", operation, "forward", 0, "float16", describe(sample), describe(received), sample)
+
+
+def test_the_way_to_a_place_goes_back_along_inputs_until_one_agrees_with_float32():
+    """`beside` runs in between, is wrong, and is no input of the place; a cast is no link."""
+    exact = [
+        _value("batch", [1, 2, 4], []),
+        _value("first", [10, 20, 40], [1, 2, 4]),
+        _value("lossy", [11, 22, 44], [10, 20, 40]),
+        _value("beside", [7, 8, 9], [1, 2, 4]),
+        _value("head", [12, 24, 48], [11, 22, 44], "copy"),
+        _value("head", [5, 6, 7], [12, 24, 48], "mm"),
+    ]
+    low = [
+        *exact[:2],
+        _value("lossy", [11, 22, 33], [10, 20, 40]),
+        _value("beside", [7, 8, 1], [1, 2, 4]),
+        _value("head", [12, 24, 36], [11, 22, 33], "copy"),
+        _value("head", [5, 6, math.inf], [12, 24, 36], "mm"),
+    ]
+    links = chain(low, 5, {key_of(entry): entry for entry in exact}, "float16")
+    assert [(link.place.module, link.place.operation) for link in links] == [
+        ("first", ""),
+        ("lossy", ""),
+        ("head", "mm"),
+    ]
+    assert [link.error for link in links] == [0.0, pytest.approx(11 / math.hypot(11, 22, 44)), math.inf]
+    assert [(link.place.value.largest, link.float32.largest) for link in links] == [(40, 40), (33, 44), (6, 7)]
+    assert str(links[1]) == "module 'lossy': 11 to 33, in float32 11 to 44, off by 22 %"
+    assert str(links[2]).endswith("not finite")
+
+
+def test_what_cures_a_step_and_not_those_behind_it_is_no_cure():
+    """The norm of a row of zeros in float32, say: its gradients fail in every later step."""
+    broken = read("pow", [3e2], [math.inf], "norm")
+    low = seen(read("mm", [1.0], [3e2], "linear"), broken, loss=math.inf)
+    exact = seen(read("mm", [1.0], [3e2], "linear"), read("pow", [3e2], [9e4], "norm"))
+    tried = []
+
+    def again(change, modules):
+        tried.append(change)
+        return replace(exact, fails_later=change.dtype is None)
+
+    diagnosis = examined(low, exact, "float16", 1.0, again)
+    assert (tried[0].float32, tried[-1].dtype) == (("norm",), "bfloat16")
+    assert str(diagnosis.experiments[0]).endswith("finite, 0 % from float32's, and the steps behind it fail")
+    assert [entry.cures for entry in diagnosis.experiments] == [False] * (len(tried) - 1) + [True]
+    assert diagnosis.advice == 'amp = ampx.init(dtype="bfloat16")'

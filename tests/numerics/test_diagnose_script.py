@@ -13,7 +13,7 @@ import ampx
 from ampx.numerics import report
 from ampx.numerics.batch import Seen
 from ampx.numerics.causes import find_fault
-from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.diagnose_script import _diverges_after, _fails_after, diagnose_script
 from ampx.numerics.places import first_failing, of_the_step
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.trial import Outcome
@@ -221,9 +221,9 @@ def test_a_step_in_which_nothing_ran_in_python_is_not_called_healthy():
         diagnose_script(Program("train.py"), RunSettings(), at=3, run=lambda trial: outcome)
 
 
-def run_of_toy(toy_script, dtype, condition="True"):
+def run_of_toy(toy_script, dtype, condition="True", factor="1.0"):
     """Return what `ampx run` prints of a script that raises in its first step."""
-    program = toy_script(RAISES.replace("FACTOR", "1.0").replace("CONDITION", condition))
+    program = toy_script(RAISES.replace("FACTOR", factor).replace("CONDITION", condition))
     command = (sys.executable, "-m", "ampx", "run", "--framework", "toy", "--dtype", dtype, program.name, "a b")
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
@@ -239,3 +239,38 @@ def test_a_run_that_failed_in_low_precision_names_the_command_that_says_whether_
 @pytest.mark.parametrize(("dtype", "condition"), [("float32", "True"), ("float16", "False")])
 def test_a_run_that_did_not_fail_or_not_in_low_precision_names_no_diagnosis(toy_script, dtype, condition):
     assert "ampx diagnose" not in run_of_toy(toy_script, dtype, condition).stderr
+
+
+@pytest.mark.parametrize(
+    ("losses", "skipped", "raised", "fails"),
+    [
+        ((1.0, 1.0, 1.0), [], None, False),
+        ((1.0, 1.0, 1.0), [3], None, False),
+        ((1.0, 1.0, 1.0), [2, 3], None, True),
+        ((1.0, 1.0, math.nan), [], None, True),
+        ((1.0, 1.0), [], ("ValueError: no", "train.py:3"), True),
+        ((1.0,), [], None, False),
+        ((1.0,), [1], None, False),
+    ],
+)
+def test_training_goes_on_behind_a_step_unless_it_raises_fails_or_skips_all_that_follow(losses, skipped, raised, fails):
+    run = {"steps": len(losses), "dtype": "float16", "optimizers": [{"skipped": skipped}]}
+    assert _fails_after(Outcome(run, losses, raised=raised), 1) is fails
+    assert _diverges_after(Outcome(run, losses, raised=raised), 1) is fails
+
+
+@pytest.mark.parametrize(("later", "diverges"), [(19.0, False), (21.0, True)])
+def test_float32_diverges_behind_a_step_if_the_loss_is_ten_times_what_it_was(later, diverges):
+    run = {"steps": 3, "dtype": "float32", "optimizers": []}
+    assert _diverges_after(Outcome(run, (2.0, 1.0, later)), 2) is diverges
+
+
+@pytest.mark.parametrize(("first", "skipped"), [(4, 3), (5, 2)])  # and the very first, at the first scale
+def test_a_run_that_skips_half_of_its_steps_names_it_too(toy_script, first, skipped):
+    done = run_of_toy(toy_script, "float16", "False", f"float('inf') if step >= {first} else 1.0")
+    lines = [line for line in done.stderr.splitlines() if "ampx diagnose" in line]
+    assert done.returncode == 0
+    assert f"6 steps, {skipped} skipped" in done.stderr
+    assert [f"in {skipped} of 6 steps, which were skipped; whether float16 is why" in line for line in lines] == (
+        [True] if skipped == 3 else []
+    )

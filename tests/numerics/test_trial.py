@@ -6,11 +6,15 @@ import math
 import os
 import pickle
 import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ampx
+from ampx.numerics import template
 from ampx.numerics.trial import Outcome, Trial, run_trial, warm_up_of
 from ampx.run import RunSettings
 from ampx.run.program import Program
@@ -83,6 +87,68 @@ def test_watched_runs_share_a_folder_for_what_they_compile_and_timed_ones_compil
     assert first == second
     assert Path(first).is_dir()
     assert timed == "None"
+
+
+# A copy is no child of this process.
+LOOKS = f"import os\nopen('looks.txt', 'a').write('new ' if os.getppid() == {os.getpid()} else 'copy ')\n"
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Let runs be copies of a process, as they are outside of tests."""
+    if sys.platform != "linux":
+        pytest.skip("processes are copied on Linux only")
+    monkeypatch.delenv(template.SWITCHED_OFF, raising=False)
+    yield
+    template._close_kept()
+
+
+def test_a_run_that_starts_with_what_another_has_imported_trains_alike(trial, copies, tmp_path):
+    first = trial(LOOKS + script(), "6", shares_compiled=True)
+    again = [trial(LOOKS + script(), "6", shares_compiled=True, imported=first.imported) for _ in range(2)]
+    other = trial(LOOKS + script(), "6", shares_compiled=True, imported=first.imported, seed=1)
+    assert (tmp_path / "looks.txt").read_text().split() == ["new", "copy", "copy", "copy"]
+    assert {run.losses for run in (first, *again)} == {first.losses}
+    assert other.losses != first.losses
+    assert (tmp_path / "ended.txt").read_text() == "at exit"
+
+
+def test_what_was_imported_in_another_environment_is_imported_anew(trial, copies, tmp_path):
+    """A framework may read variables while it is imported, which a script may set before."""
+    first = trial(LOOKS + script(), "2", shares_compiled=True)
+    set_by_script = replace(first.imported, environment=first.imported.environment | {("OMP_NUM_THREADS", "3")})
+    trial(LOOKS + script(), "2", shares_compiled=True, imported=set_by_script)
+    assert (tmp_path / "looks.txt").read_text().split() == ["new", "new"]
+
+
+def test_a_run_whose_memory_counts_and_one_that_is_to_be_anew_are_no_copies(trial, copies, tmp_path, monkeypatch):
+    first = trial(LOOKS + script(), "2", shares_compiled=True)
+    trial(LOOKS + script(), "2", imported=first.imported)
+    monkeypatch.setenv(template.SWITCHED_OFF, "1")
+    trial(LOOKS + script(), "2", shares_compiled=True, imported=first.imported)
+    assert (tmp_path / "looks.txt").read_text().split() == ["new", "new", "new"]
+
+
+def test_a_copy_that_fails_is_an_error_with_its_last_words_and_the_next_one_runs(trial, copies):
+    first = trial(script(), "2", shares_compiled=True)
+    with pytest.raises(ampx.TrialError, match=r"(?s)exit code 1.*ZeroDivisionError"):
+        trial("1 / 0", shares_compiled=True, imported=first.imported)
+    assert trial(script(), "2", shares_compiled=True, imported=first.imported).losses == first.losses
+
+
+def test_what_is_interrupted_while_a_copy_runs_ends_the_copy(trial, copies, tmp_path):
+    first = trial(script(), "2", shares_compiled=True)
+    waits = "import os, signal, time\nopen('process.txt', 'w').write(str(os.getpid()))\n"
+    waits += f"os.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(600)"
+    with pytest.raises(KeyboardInterrupt):
+        trial(waits, shares_compiled=True, imported=first.imported)
+    process = int((tmp_path / "process.txt").read_text())
+    for _ in range(500):
+        if not Path("/proc", str(process)).exists() or "\nState:\tZ" in Path(f"/proc/{process}/status").read_text():
+            break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("the copy goes on")
 
 
 def test_a_script_that_fails_is_an_error_with_its_last_words(trial):

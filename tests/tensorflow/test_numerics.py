@@ -476,6 +476,30 @@ def test_module_patterns_hold_in_a_script_that_prepares_nothing(kind):
     assert "'module:nothing' matched no module that was called" in run.recorder.notes
 
 
+class Noting(keras.layers.Dense):
+    """Notes the dtype that it computes in."""
+
+    def call(self, inputs):
+        result = super().call(inputs)
+        self.computed = result.dtype
+        return result
+
+
+@pytest.mark.parametrize(("pattern", "dtypes"), [("a", ["float32"] * 2), ("Sequential:a", ["bfloat16", "float32"])])
+def test_a_pattern_is_about_every_model_and_one_with_a_class_in_front_about_later_ones_of_it(pattern, dtypes):
+    run = Run("tensorflow", RunSettings(device="cpu", dtype="bfloat16", deny=(f"module:{pattern}", "module:nothing")))
+    with offer(Registry().load("tensorflow"), Automation).automate(run):
+        models = [keras.Sequential([keras.Input((2,)), *(Noting(2, name=name) for name in "abc")]) for _ in range(2)]
+        for model in models:
+            model.compile("sgd", "mse")
+            model(np.ones((1, 2), "float32"))
+    assert [model.layers[0].computed.name for model in models] == dtypes
+    assert [model.layers[1].computed.name for model in models] == ["bfloat16"] * 2
+    assert [note for note in run.recorder.notes if "matched" in note] == [
+        "'module:nothing' matched no module that was called"
+    ]
+
+
 def test_layers_of_tf_keras_are_watched_forward_and_backward_and_named_as_theirs():
     tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed")
     inner, outer = tf_keras.layers.Dense(2, name="inner"), tf_keras.layers.Dense(1, name="outer", use_bias=False)

@@ -613,6 +613,13 @@ def test_a_script_sees_and_changes_the_gradients_of_plain_python(name):
     assert (record.steps, record.skipped, record.initial_scale) == (3, [], 65536.0)
 
 
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
+def test_a_script_sees_unscaled_gradients_whatever_the_scale(scale):
+    expected = PROGRAMS["TensorHook"]().result
+    with automated(Run("torch", RunSettings(dtype="float16", device="cpu", loss_scale=scale))):
+        assert PROGRAMS["TensorHook"]().result == expected
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_leaves_out_functions_whose_backward_is_the_script_s():
     class Compiles(Training):
@@ -685,6 +692,8 @@ def test_gradients_in_low_precision_reach_the_script_in_float32():
         expected = second.weight.detach().half().float().expand(2, 8) * 2.0**-13
         (second(hidden).float() * 2.0**-12).mean().backward()
         gradients = [hidden.grad, *seen]
+        hidden.grad = torch.ones_like(hidden)
+        assert torch.equal(hidden.grad, torch.ones_like(hidden))  # what the script wrote
         optimizer.step()
     assert hidden.dtype is torch.float16
     for gradient in gradients:

@@ -216,6 +216,29 @@ def test_optimizers_of_one_scaler_share_its_scale_and_skip_each_for_itself():
     assert sgd.initial_scale == 1024.0
 
 
+def test_a_step_of_the_scaler_returns_what_the_optimizer_s_does():
+    class Counting(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            super().step(closure)
+            self.steps += 1
+            return self.steps
+
+    def loop():
+        net, scaler, returned = network(), torch.amp.GradScaler("cpu"), []
+        optimizer = Counting(net.parameters(), lr=0.1)
+        for factor in (1.0, INF, 1.0):
+            scaler.scale(net(torch.ones(2, 8)).mean() * factor).backward()
+            returned.append(scaler.step(optimizer))
+            scaler.update()
+            optimizer.zero_grad()
+        assert returned == [1, None, 2]
+        return returned
+
+    same(loop)
+
+
 def test_skipped_steps_and_scales_are_events():
     heard = []
     run = Run("torch", RunSettings(device="cpu", replace_native=True))

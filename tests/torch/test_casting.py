@@ -209,6 +209,21 @@ def test_checkpointing_recomputes_in_the_dtype_of_the_forward(amp, reentrant):
     assert linear.weight.grad.abs().sum() > 0
 
 
+def test_a_step_makes_casts_of_weights_out_of_date_that_a_region_of_torch_s_own_keeps():
+    """Where casting is off during the step, too."""
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu", process_wide=False)
+    linear, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+    opt = amp.wrap_optimizer(torch.optim.SGD(linear.parameters(), lr=1.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear(x).sum()
+        with amp.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        linear(x)
+        with torch.autocast("cpu", enabled=False):
+            opt.step()
+        assert torch.equal(linear(x), reference(linear, x, torch.bfloat16))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("inside_region", [False, True])
 def test_gradients_arrive_after_a_forward_without_them(mode, inside_region):

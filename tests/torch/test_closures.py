@@ -1,6 +1,7 @@
 """Optimizers that take a closure: LBFGS, SAM and the like, and first-order ones."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -280,6 +281,18 @@ def test_sam_takes_the_plain_optimizers_steps_and_skips_overflow_in_either_pass(
         assert not opt.state
 
 
+def test_a_scheduler_does_not_complain_where_gradients_overflowed_before_the_first_evaluation(amp, backward):
+    model, x, y = problem()
+    raw = Sam(model.parameters())
+    opt, scheduler = ampx.wrap_optimizer(raw), torch.optim.lr_scheduler.StepLR(raw, 1)
+    backward(((model(x) - y) ** 2).mean() * INF, opt)
+    opt.step(closure_of(opt, lambda: ((model(x) - y) ** 2).mean()))
+    assert not opt.last_step.applied
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
 @pytest.mark.parametrize("how", ["positional", "keyword"])
 def test_first_order_optimizers_evaluate_a_closure_once_and_give_its_loss(how, amp, same):
     def train(wrap):
@@ -328,6 +341,25 @@ def test_clipping_applies_to_every_evaluation_as_it_would_by_hand(amp, same):
 
         opt.step(evaluate if wrap else clipped)
         return model.state_dict()
+
+    assert same(train(True), train(False))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_disabled_session_steps_as_plain_torch(max_norm, same):
+    def train(wrap):
+        model, x, y = problem()
+        opt = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+        evaluate = closure_of(opt, lambda: ((model(x) - y) ** 2).mean(), scales=False)
+
+        def clipped():
+            loss = evaluate()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            return loss
+
+        if wrap:
+            opt = ampx.init("torch", device="cpu", enabled=False).wrap_optimizer(opt, max_grad_norm=max_norm)
+        return opt.step(evaluate if wrap or max_norm is None else clipped).item(), model.state_dict()
 
     assert same(train(True), train(False))
 

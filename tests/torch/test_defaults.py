@@ -4,11 +4,14 @@ Parameters and data are made with their dtype and device; a tensor of ampx's own
 the device that holds no values (`meta`), or in torch's kernels, which take float32 only.
 """
 
+import types
+
 import pytest
 import torch
 from torch import nn
 
 import ampx
+from ampx_torch import devices
 from ampx_torch.casting import lstm
 
 SCALES = {"float64": 2.0**9, "bfloat16": 2.0**11, "meta": 2.0**13}  # no scale that a test before has kept
@@ -82,3 +85,17 @@ def test_what_this_cpu_computes_is_the_same(scale):
     _reset()
     lstm.computable.cache_clear()
     assert answers == [lstm.computable(dtype) for dtype in dtypes]
+
+
+@pytest.mark.parametrize(
+    ("capability", "native", "preferred"),
+    [((5, 2), set(), None), ((5, 3), {"float16"}, None), ((7, 0), {"float16"}, "float16")],
+)
+def test_what_a_gpu_computes_natively_is_told_by_its_compute_capability(monkeypatch, capability, native, preferred):
+    properties = types.SimpleNamespace(total_memory=2**34)
+    answers = {"get_device_capability": capability, "get_device_name": "GPU", "get_device_properties": properties}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda index, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    described = devices._describe_cuda(0)
+    assert (described.native, described.preferred) == (native, preferred)

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
 from ampx.backend import offer  # noqa: E402
+from ampx.numerics.probe import Probe  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
 from ampx.run import Automation, Run, RunSettings  # noqa: E402
 from ampx_torch.apex import amp as apex_amp  # noqa: E402
@@ -132,6 +133,15 @@ def test_a_denied_lstm_is_float32_altogether_and_needs_no_warning(no_primitive):
     for entry in (torch.lstm, torch.ops.aten.mkldnn_rnn_layer):
         ampx.init("torch", dtype="float16", device="cpu", deny=[entry])
         assert torch.equal(model(x)[0], expected)
+
+
+@pytest.mark.parametrize(("dtype", "replaced"), [("float16", True), ("bfloat16", True), ("float32", False)])
+def test_torch_s_kernel_is_replaced_while_modules_are_forced_into_low_precision(no_primitive, dtype, replaced):
+    before = torch._C._dispatch_dump("aten::mkldnn_rnn_layer")
+    model, _ = model_and_input()
+    with offer(default_registry().load("torch"), Probe).force(torch.nn.Sequential(model), {"0": dtype}):
+        assert (torch._C._dispatch_dump("aten::mkldnn_rnn_layer") != before) is replaced
+    assert torch._C._dispatch_dump("aten::mkldnn_rnn_layer") == before
 
 
 @LOW

@@ -159,7 +159,9 @@ class Product(nn.Module):
         return product
 
 
-@pytest.mark.parametrize("kind", ["called before its optimizer is there", "as usual", "compiled", "second model"])
+@pytest.mark.parametrize(
+    "kind", ["called before its optimizer is there", "as usual", "compiled", "second model", "its class"]
+)
 def test_modules_are_denied_by_name_without_prepare(kind):
     model = nn.Sequential(Product(), Product())
 
@@ -167,7 +169,7 @@ def test_modules_are_denied_by_name_without_prepare(kind):
         call = model
         if kind == "compiled":
             call = torch.compile(model, backend="eager")
-        if kind == "second model":
+        if kind in ("second model", "its class"):
             nn.Identity()(torch.ones(1))
         if kind == "called before its optimizer is there":
             call(torch.ones(1, 2))
@@ -177,7 +179,7 @@ def test_modules_are_denied_by_name_without_prepare(kind):
             call(torch.ones(1, 2)).float().sum().backward()
             optimizer.step()
 
-    name = "module:Sequential:1" if kind == "second model" else "module:1"
+    name = "module:Sequential:1" if kind == "its class" else "module:1"
     run, _ = observed(script, dtype="bfloat16", deny=(name,))
     assert (model[0].dtype, model[1].dtype) == (torch.bfloat16, torch.float32)
     assert run.misuse is None

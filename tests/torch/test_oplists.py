@@ -335,6 +335,15 @@ def test_several_models_share_one_list_of_patterns(full):
     assert sequence(full).dtype == torch.float32
 
 
+def test_a_name_is_about_every_model_and_one_with_a_class_in_front_about_later_ones_of_it(full):
+    for denied, dtypes in (("head.0", [torch.float32] * 2), ("module:Block:head.0", [LOW, torch.float32])):
+        blocks = [Block(), Block()]
+        init(deny=[denied]).prepare(blocks)
+        for block in blocks:
+            block(full)
+        assert [block.seen[2] for block in blocks] == dtypes
+
+
 @pytest.mark.parametrize("copier", ["deepcopy", "pickle"])
 def test_rules_travel_with_copies_of_a_model_and_sleep_without_the_session(full, copier):
     import copy

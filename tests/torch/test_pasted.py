@@ -1,6 +1,5 @@
 """The lines of code that commands and errors print are pasted into the script that they are about, and it runs."""
 
-import json
 import math
 import re
 
@@ -95,8 +94,7 @@ def test_what_run_calls_the_same_by_hand_trains_the_same(tmp_path, models, polic
     (tmp_path / "train.py").write_text(text)
     options = ["--dtype", "bfloat16"]
     if policy:
-        name = "module:2" if models is not TWO_MODELS else "module:*2"
-        (tmp_path / "ampx.toml").write_text(f'dtype = "bfloat16"\ndeny = [{json.dumps(name)}]\n')
+        (tmp_path / "ampx.toml").write_text('dtype = "bfloat16"\ndeny = ["module:2"]\n')
         options = ["--policy", "ampx.toml"]
     done = run_python(
         "-m", "ampx", "run", *options, "--device", "cpu", "train.py", cwd=tmp_path, check=True, nests=True

@@ -243,14 +243,16 @@ class LevelTests(KitTests):
     @requires("prepare")
     def test_only_models_and_optimizers_are_prepared(self) -> None:
         """The error says what came instead, and comes before anything is changed."""
-        for level in self.levels:
+        for level in sorted(self.backend.capabilities.levels - {"O0"}):
             amp, model = self.start(level=level), self.subject.model()
             before = self.look(model)
             for wrong in (3, "model"):
-                with refused(ampx.InvalidOptionError, passed=type(wrong).__name__, accepted="accepted", advice="Pass"):
-                    amp.prepare(wrong)
-                with pytest.raises(ampx.AmpxError, match=f"got .*{type(wrong).__name__}.*; accepted: "):
+                name = type(wrong).__name__
+                with refused(ampx.InvalidOptionError, passed=name, accepted="accepted", advice="Pass"):
                     amp.prepare(model, wrong)
+                if level in self.levels:  # at O1 there may be nothing to do to a model, whatever it is
+                    with refused(ampx.InvalidOptionError, passed=name, accepted="accepted", advice="Pass"):
+                        amp.prepare(wrong)
             assert self.look(model) == before
 
     @requires("master_weights")

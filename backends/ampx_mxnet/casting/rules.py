@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ampx.backend import CastPlan, map_leaves
-from ampx.modules import FORCES, Names, last_match, module_dtypes
+from ampx.modules import FORCES, Names, is_meant, last_match, module_dtypes
 from ampx_mxnet import dtypes
 from ampx_mxnet.calls import calls, named
 from ampx_mxnet.compat import mx
@@ -32,7 +32,7 @@ class _Rules:
 
     def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Compute a block as the last rule about it says; one that is allowed in one that is denied is cast again."""
-        dtype: Any = last_match(self._names.of(block) or "", self._dtypes)
+        dtype: Any = last_match(self._names.of(block) or "", self._dtypes, is_meant)
         denied = getattr(self._thread, "denied", False)
         if dtype is None or not (denied or switch.current() is not None):
             return forward(*inputs, **options)

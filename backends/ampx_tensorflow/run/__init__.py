@@ -72,12 +72,13 @@ def automate(run: Run) -> Iterator[None]:
 
 
 def forced_dtypes(run: Run) -> dict[str, str]:
-    """Return the dtypes of modules that the settings name; what is denied comes last, and holds."""
+    """Return the dtypes of modules that the settings name, in every model; what is denied comes last, and holds."""
     if run.settings.dtype == "float32":
         return {}
     low = devices.describe(run.settings.device).preferred if run.settings.dtype == "auto" else run.settings.dtype
     allowed = run.settings.allow if low else ()
-    return module_dtypes(CastPlan(run.settings.device, cast(Dtype, low), allow=allowed, deny=run.settings.deny))
+    dtypes = module_dtypes(CastPlan(run.settings.device, cast(Dtype, low), allow=allowed, deny=run.settings.deny))
+    return {each: dtype for pattern, dtype in dtypes.items() for each in (pattern, f"*:{pattern}")}
 
 
 @contextmanager
@@ -85,8 +86,10 @@ def modules_forced(run: Run, dtypes: dict[str, str]) -> Iterator[None]:
     """Compute modules in dtypes of their own; note patterns that matched none."""
     with numerics.force(None, dtypes) as forced:
         yield
-        for pattern in forced.unmatched():
-            run.recorder.note(f"'module:{pattern}' matched no module that was called")
+        unmatched = forced.unmatched()
+        for pattern in unmatched:
+            if f"*:{pattern}" in unmatched:
+                run.recorder.note(f"'module:{pattern}' matched no module that was called")
 
 
 class TensorFlowAutomation(Automation):

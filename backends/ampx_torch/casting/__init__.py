@@ -103,7 +103,7 @@ def check_resolved(plan: CastPlan | None) -> None:
 
 def activate(plan: CastPlan) -> None:
     """Switch autocast on for the calling thread and put the rules in force for the process."""
-    rules.install(plan)
+    rules.install(plan, owner=plan)
     loaders.keep_uncast()
     enter_thread(plan)
 
@@ -114,7 +114,7 @@ def deactivate(plan: CastPlan) -> None:
     Other threads that called `enter_thread` keep their flags until they end: torch lets no thread set those of
     another.
     """
-    rules.uninstall(plan, last=True)
+    rules.uninstall(plan, owner=plan, last=True)
     loaders.release()
     before, _thread.before = _thread.before, None
     _thread.level = _Level()
@@ -214,10 +214,10 @@ class On:
         self._plan = plan
 
     def __enter__(self) -> None:
-        rules.install(self._plan)
         self._region = torch.autocast(self._plan.device, DTYPES[self._plan.dtype], cache_enabled=True)
         self._level = _Level(_thread.level, self._plan.device)
         self.__class__ = _Entered  # which undoes what follows, wherever it is interrupted
+        rules.install(self._plan, owner=self)
         compiled.keep_backward_uncast(self)
         _thread.level = self._level
         # Optimizers that are not wrapped call it, too. Not by `register_optimizer_step_post_hook`: interrupted as it
@@ -241,8 +241,8 @@ class On:
         if self._handle is not None:
             self._handle.remove()
         compiled.release(self)
+        rules.uninstall(self._plan, owner=self)
         self.__class__ = On
-        rules.uninstall(self._plan)
 
 
 class _Entered(On):

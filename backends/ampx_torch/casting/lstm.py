@@ -29,10 +29,10 @@ _lock = threading.Lock()
 
 
 class _Installed:
-    """The plans that the kernel is installed for, and the plan that has warned."""
+    """The plans that the kernel is installed for, by the owner's id, and the plan that has warned."""
 
     def __init__(self) -> None:
-        self.plans: list[CastPlan] = []
+        self.plans: dict[int, CastPlan] = {}
         self.library: torch.library.Library | None = None
         self.warned: weakref.ref[CastPlan] | None = None
 
@@ -57,23 +57,20 @@ def computable(dtype: torch.dtype) -> bool:
     return True
 
 
-def install(plan: CastPlan) -> None:
-    """Put the kernel in force where this machine needs it, until `uninstall` was called as often."""
+def install(plan: CastPlan, owner: object) -> None:
+    """Put the kernel in force where this machine needs it, until `uninstall` was called for every owner."""
     if not _needed(plan):
         return
     with _lock:
         if _installed.library is None:
             (_installed.library,) = kernels.replace(_DEVICE, {_OPERATION: _compute})
-        _installed.plans.append(plan)
+        _installed.plans[id(owner)] = plan
 
 
-def uninstall(plan: CastPlan) -> None:
-    """Undo one `install`; with the last, torch's own kernel is back."""
+def uninstall(owner: object) -> None:
+    """Undo the `install` of an owner, if there was one; with the last, torch's own kernel is back."""
     with _lock:
-        identities = list(map(id, _installed.plans))
-        if id(plan) not in identities:
-            return
-        del _installed.plans[identities.index(id(plan))]
+        _installed.plans.pop(id(owner), None)
         if not _installed.plans and _installed.library is not None:
             _installed.library._destroy()
             _installed.library = None
@@ -98,7 +95,7 @@ def _compute(*args: Any) -> Any:
 
 
 def _warn(low: torch.dtype) -> None:
-    plan = _installed.plans[-1]
+    plan = next(reversed(_installed.plans.values()))
     if _installed.warned is not None and _installed.warned() is plan:
         return
     _installed.warned = weakref.ref(plan)

@@ -9,9 +9,8 @@ ours do nothing a second time.
 
 from __future__ import annotations
 
-import fnmatch
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
-from ampx.modules import some_names
+from ampx.modules import Names, is_meant, some_names
 from ampx_torch.trees import cast, floating
 
 from .oplists import Kind, TorchPlan
@@ -193,11 +192,11 @@ class Leave:
 # -- prepare ---------------------------------------------------------------------------------------
 
 
-def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tuple[Kind, Any]]:
+def matches(models: Sequence[nn.Module], plan: CastPlan) -> dict[nn.Module, tuple[Kind, Any]]:
     """Find the modules that the rules of a plan are about; a name goes before a class."""
     if not isinstance(plan, TorchPlan):
         return {}
-    named = [(plain_name(name), module) for model in models for name, module in model.named_modules() if name]
+    named = _names(models)
     by_class = {
         module: rule for model in models for module in model.modules() if (rule := class_rule(module, plan)) is not None
     }
@@ -209,8 +208,18 @@ def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tupl
                 f"{some_names([name for name, _ in named])}. Correct it; "
                 f"several models go into one call: ampx.prepare([first, second]).{plan.meant(pattern)}"
             )
-    _check_names(plan, {name for name, _ in named})
+    _check_names(plan, {name.rpartition(":")[2] for name, _ in named})
     return {**by_class, **by_name}
+
+
+def _names(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """List the modules in some models with their names, as `ampx run` names those of models that are called."""
+    roots = Names(None, lambda model: {plain_name(name): part for name, part in model.named_modules()}.items())
+    prefixes = [own if (own := roots.of(model) or "").endswith(":") else "" for model in models]
+    pairs = zip(prefixes, models, strict=True)
+    return [
+        (prefix + plain_name(name), part) for prefix, model in pairs for name, part in model.named_modules() if name
+    ]
 
 
 def match_names(
@@ -221,7 +230,7 @@ def match_names(
     hits = set()
     for name, module in named:
         for kind, pattern in plan.patterns:
-            if not fnmatch.fnmatchcase(name, pattern):
+            if not is_meant(name, pattern):
                 continue
             hits.add(pattern)
             if by_name.setdefault(module, (kind, pattern))[0] != kind:

@@ -17,10 +17,10 @@ _lock = threading.Lock()
 
 
 class _Installed:
-    """The users of the rules, and the functions that undo them."""
+    """The owners of the rules, by id, and the functions that undo them."""
 
     def __init__(self) -> None:
-        self.users: list[TorchPlan] = []
+        self.owners: set[int] = set()
         self.libraries: list[torch.library.Library] = []
         self.compiled: tuple[Any, ...] = ()
         self.tag: str | None = None  # the compiler's own tag, while ours is in its place
@@ -29,32 +29,31 @@ class _Installed:
 _installed = _Installed()
 
 
-def install(plan: CastPlan) -> None:
-    """Put the rules of a plan in force, until `uninstall` was called as often."""
+def install(plan: CastPlan, owner: object) -> None:
+    """Put the rules of a plan in force, until `uninstall` was called for every owner."""
     if isinstance(plan, TorchPlan):
         with _lock:
-            if not _installed.users:
+            if not _installed.owners:
                 try:
                     _put(plan)
                 except BaseException:
                     _take_away()
                     raise
-            _installed.users.append(plan)
-    lstm.install(plan)
+            _installed.owners.add(id(owner))
+    lstm.install(plan, owner)
 
 
-def uninstall(plan: CastPlan, last: bool = False) -> None:
-    """Undo one `install`; with the last, torch's own kernels are back.
+def uninstall(plan: CastPlan, owner: object, last: bool = False) -> None:
+    """Undo the `install` of an owner, if that was not done yet; with the last, torch's own kernels are back.
 
-    One that will not come back (`last`) is forgotten by the compiler, too.
+    A plan that will not come back (`last`) is forgotten by the compiler, too.
     """
-    lstm.uninstall(plan)
+    lstm.uninstall(owner)
     if not isinstance(plan, TorchPlan):
         return
     with _lock:
-        if plan in _installed.users:  # else an interrupted call has removed it
-            _installed.users.remove(plan)
-        if _installed.users:
+        _installed.owners.discard(id(owner))
+        if _installed.owners:
             return
         _take_away()
         if plan.operations and last:
@@ -79,7 +78,7 @@ def _take_away() -> None:
 
 def in_force(plan: CastPlan) -> bool:
     """Return whether a plan has no rules or some are installed, which are then those of its session."""
-    return not isinstance(plan, TorchPlan) or bool(_installed.users)
+    return not isinstance(plan, TorchPlan) or bool(_installed.owners)
 
 
 def _tell_compiler(operations: tuple[Any, ...]) -> None:

@@ -51,7 +51,7 @@ def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
         for name in DTYPES:
             if name != "float32" and name in dtypes.values():
                 plan = CastPlan("cpu", name)
-                lstm.install(plan)
+                lstm.install(plan, owner=plan)
                 stack.callback(lstm.uninstall, plan)
         stack.enter_context(each_model(model, take))
         yield

@@ -100,7 +100,8 @@ class Native:
         name = _name(dtype)
         if enabled and device == "cpu" and name is not None and name not in self._plans:
             plan = self._plans[name] = CastPlan(device, name, "O1", (), ())
-            lstm.install(plan)  # for the rest of the run: the script may keep the region and enter it whenever
+            # For the rest of the run: the script may keep the region and enter it whenever.
+            lstm.install(plan, owner=plan)
         return device, dtype, enabled
 
     def close(self) -> None:

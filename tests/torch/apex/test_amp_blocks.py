@@ -154,9 +154,13 @@ def test_gradients_of_a_backward_outside_any_block_are_true_and_stay(opt_level):
     assert weights(model) == [-0.5 - 0.5 * (1.0 + 0.5 * 3.0)] * 4
 
 
-def test_a_second_step_without_a_backward_does_not_apply_scaled_gradients():
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_second_step_without_a_backward_does_not_apply_gradients_of_the_model_again(inside):
     model, optimizer = start("O2", momentum=0.0)
-    backward(model(batch(2)), optimizer)
+    if inside:
+        backward(model(batch(2)), optimizer)
+    else:
+        model(batch(2)).backward()
     optimizer.step()
     optimizer.step()
     assert weights(model) == [1 - 0.5 * 2.0] * 4
@@ -323,6 +327,17 @@ def test_infinite_gradients_of_a_backward_outside_any_block_are_not_applied():
     optimizer.step()
     assert weights(model) == [1.0] * 4
     assert scales() == [128.0]
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_gradients_that_become_infinite_after_their_block_are_not_applied(opt_level):
+    """An average over processes, say."""
+    model, optimizer = start(opt_level)
+    backward(model(batch(1)), optimizer)
+    gradients(optimizer)[0].fill_(INFINITE)
+    optimizer.step()
+    assert weights(model) == [1.0] * 4
+    assert scales() == [64.0]
 
 
 @pytest.mark.parametrize("clear", ["optimizer", "model"])

@@ -287,6 +287,19 @@ def test_annotations_cast_in_containers_and_leave_the_rest():
     assert function.__doc__ == "What it does."
 
 
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_what_is_no_tensor_reaches_a_low_precision_model_as_it_is(opt_level):
+    class Model(nn.Linear):
+        def forward(self, x, *others):
+            self.others = others
+            return super().forward(x)
+
+    model, others = Model(2, 2), ("name", None, 3, nn.Identity(), torch.device("cpu"))
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=opt_level, verbosity=0)
+    model(torch.ones(1, 2), *others)
+    assert model.others == others
+
+
 @pytest.fixture
 def module():
     """A script's own module of functions."""

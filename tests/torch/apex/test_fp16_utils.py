@@ -239,7 +239,9 @@ def test_an_overflow_skips_the_step(dynamic, capsys):
     opt.backward(loss_of(low, full, math.inf))
     assert opt.overflow
     assert opt.clip_master_grads(1.0) == -1
+    capsys.readouterr()
     assert opt.inspect_master_grad_data() is None
+    assert "overflowed" in capsys.readouterr().out
     opt.step()
     assert (low.tolist(), full.tolist()) == ([1.0, 2.0], [3.0])
     assert not opt.state

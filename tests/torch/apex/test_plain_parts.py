@@ -157,6 +157,17 @@ def test_the_perceptron_is_linear_layers_each_with_its_activation(bias, activati
     assert torch.equal(copy.deepcopy(mlp)(x), mlp(x))
 
 
+def test_parameters_of_the_perceptron_are_drawn_anew_from_the_distributions_of_apex():
+    torch.manual_seed(0)
+    mlp = MLP([512, 512])
+    for parameter in mlp.parameters():
+        nn.init.zeros_(parameter)
+    mlp.reset_parameters()
+    for values, variance in ((mlp.weight_0, 2 / (512 + 512)), (mlp.bias_0, 1 / 512)):
+        # A variance that is estimated from n normal numbers has a relative standard deviation of the root of 2 / n.
+        assert abs(values.var().item() / variance - 1) < 4 * (2 / values.numel()) ** 0.5
+
+
 def test_the_perceptron_knows_three_activations():
     with pytest.raises(InvalidOptionError, match="'none', 'relu', 'sigmoid'"):
         MLP([2, 2], activation="gelu")
