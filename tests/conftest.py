@@ -30,6 +30,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 pytest.register_assert_rewrite("interrupted_steps", "matrix", "transfer")
 
 import processes  # noqa: E402 -- after the path on which it is, and the environment that it hands on
+import products  # noqa: E402
 import simulated_cuda  # noqa: E402
 import simulated_mxnet  # noqa: E402
 import simulated_paddle  # noqa: E402
@@ -111,15 +112,16 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave tests marked `nightly` to `make test-all`, unless they are asked for; see to simulation."""
+    """Leave tests marked `nightly`, and most of products, to `make test-all`, unless asked for; see to simulation."""
     if SIMULATED:
         choose_for_simulation(config, items)
     asked_for = "nightly" in config.option.markexpr or any("::" in argument for argument in config.args)
     if os.environ.get("AMPX_TEST_ALL") or asked_for:
         return
-    nightly = [item for item in items if item.get_closest_marker("nightly")]
-    config.hook.pytest_deselected(items=nightly)
-    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    nightly = {item for item in items if item.get_closest_marker("nightly")}
+    nightly |= products.left_out([item for item in items if item not in nightly])
+    config.hook.pytest_deselected(items=list(nightly))
+    items[:] = [item for item in items if item not in nightly]
 
 
 def pytest_collection_finish():

@@ -78,6 +78,7 @@ def brought(requirements):
     return {name for name, _ in installed}, lacking
 
 
+@pytest.mark.nightly  # there `make test-all` runs the benchmarks themselves, too
 @pytest.mark.parametrize("framework", HERE)
 def test_benchmarks_import_nothing_that_their_environment_lacks(framework):
     ours, lacking = brought(each for each in needed(framework) if each.marker is None or each.marker.evaluate())

@@ -16,13 +16,13 @@ class TestImplicit(InterruptedStepSuite):
     """Only lines of core are interrupted: how the toy keeps several losses apart is not written for it."""
 
     harness = ImplicitToyHarness
-    packages, stride = ("ampx",), 3
+    packages, stride, few = ("ampx",), 3, 5
     cases: ClassVar[Any] = {name: case for name, case in InterruptedStepSuite.cases.items() if "losses" not in case}
 
 
 class TestExplicit(InterruptedStepSuite):
     harness = ExplicitToyHarness
-    packages, stride = ("ampx",), 3
+    packages, stride, few = ("ampx",), 3, 5
 
 
 def nothing(true, self, *args):
@@ -38,7 +38,7 @@ MUTANTS = [
 @pytest.mark.no_cover
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_what_forgets_that_it_was_interrupted_is_rejected(mutant):
-    suite = suite_for(mutant, InterruptedStepSuite, packages=("ampx",), stride=3)
+    suite = suite_for(mutant, InterruptedStepSuite, packages=("ampx",), stride=3, thinned=1)
     tests = [
         lambda suite, name=name: suite.test_a_second_step_is_the_step_or_is_refused(name)
         for name in ("plain", "overflow", "list")

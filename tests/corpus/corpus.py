@@ -20,7 +20,8 @@ of ours sees the case:
 - `float32`: "fails" where precision is innocent;
 - `tolerance`: how far the losses of a healthy run may be from float32's, relative to the largest; 0.05 if not named;
 - `scale`: a loss scale at which no step is lost to settling; 128 if not named;
-- `quick`: whether every run of the tests has it, and not `make test-all` only;
+- `quick`: whether every run of the tests has it, and not `make test-all` only: of PyTorch a few, since the rules are
+  core's, and other frameworks show in scripts of their own tests that `diagnose` gets from them what it needs;
 - `seen`: what `native_FRAMEWORK.py` measured of it, with the framework's own mixed precision and without ampx.
 
 `score.py` runs tools over cases and twins and judges what they say:

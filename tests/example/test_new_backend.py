@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from processes import run_python
+
 pytest.importorskip("autograd", reason="autograd is not installed: the new package is written for it")
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_backend"
@@ -19,12 +21,15 @@ TOY = Path(__file__).parents[1] / "kit" / "toy" / "framework.py"
 CAPABILITIES = re.compile(r"^    capabilities = .*?^    \)\n", flags=re.M | re.S)
 
 
+# The example itself may be installed; the new package takes its name.
+HERE = {"AMPX_DISABLE_PLUGINS": "autograd", "COLUMNS": "200", "NO_COLOR": "1"}
+
+
 def run(*command, cwd, check=True, **environment):
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
-        # The example itself may be installed; the new package takes its name.
-        env={**os.environ, "AMPX_DISABLE_PLUGINS": "autograd", "COLUMNS": "200", "NO_COLOR": "1", **environment},
+        env={**os.environ, **HERE, **environment},
         capture_output=True,
         text=True,
         timeout=240,
@@ -64,7 +69,7 @@ class Author:
         """Run the kit until it stops; give the method that it asks for with the message, None once it passes."""
         paths = [str(self.backend.parents[1]), str(self.folder.parent)]
         command = ("-m", "pytest", "-x", "-p", "no:cacheprovider")
-        done = run(*command, cwd=self.folder, check=False, PYTHONPATH=os.pathsep.join(paths))
+        done = run_python(*command, cwd=self.folder, **HERE, PYTHONPATH=os.pathsep.join(paths))
         if done.returncode == 0:
             return None, done.stdout
         tasks = re.findall(r"^E\s+NotImplementedError: (\w+\.\w+): (.+)$", done.stdout, flags=re.M)

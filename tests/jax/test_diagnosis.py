@@ -7,18 +7,10 @@ from ampx.numerics.diagnose import diagnose
 pytest.importorskip("flax", reason="flax is not installed")
 
 from planted_jax import CLEAN, FAULTS
+from products import first_of_each
 
 
-def but_nightly(names, *costly):
-    """Parameters of a test, some of them for `make test-all` only."""
-    return [pytest.param(name, marks=pytest.mark.nightly if name in costly else ()) for name in names]
-
-
-# What fails as another does, in a model that is written in another way.
-ALIKE = ("attention scores", "a sensitive normalization")
-
-
-@pytest.mark.parametrize("name", but_nightly(FAULTS, *ALIKE))
+@pytest.mark.parametrize("name", first_of_each(FAULTS, lambda name: FAULTS[name][2][:2]))
 def test_a_planted_fault_is_named_by_place_and_kind(name):
     make, options, expected = FAULTS[name]
     model, step = make()
@@ -28,7 +20,7 @@ def test_a_planted_fault_is_named_by_place_and_kind(name):
     assert diagnosis.advice
 
 
-@pytest.mark.parametrize("name", but_nightly(CLEAN, "layers", "convolutions", "an attention"))
+@pytest.mark.parametrize("name", first_of_each(CLEAN))
 def test_a_clean_model_is_accused_of_nothing(name):
     model, step = CLEAN[name]()
     diagnosis = diagnose(step, model, dtype="float16", framework="jax", device="cpu")

@@ -31,6 +31,9 @@ def _train(framework, run):
 class DigitsSuite:
     """Tests of one backend's demo; subclass it as `TestDigits`.
 
+    Of the same trainings tests/cli/test_smoke.py has the command look at an epoch on every run: at the step that is
+    skipped, and at losses that a scale leaves as they are.
+
     Attributes:
         framework: Name of the backend.
     """
@@ -74,6 +77,7 @@ class DigitsSuite:
         assert all(result.scales[step] >= result.scales[step - 1] for step in finite)
 
     @pytest.mark.slow
+    @pytest.mark.nightly
     def test_an_overflow_skips_one_step_under_a_static_scale_too(self):
         self.skip_without("bfloat16")
         plain, result = self.train("float32"), self.train("bfloat16", epochs=SHORT, overflow_at=OVERFLOW_AT)
@@ -81,12 +85,14 @@ class DigitsSuite:
         assert set(result.scales) == {result.final_scale} == {1.0}
         assert result.losses[0] != plain.losses[0]  # it was cast
 
+    @pytest.mark.nightly
     def test_an_overflow_costs_one_step_where_nothing_is_cast(self):
         result = self.train("float32", overflow_at=OVERFLOW_AT, loss_scale=demo.LossScale())
         assert result.skipped == [OVERFLOW_AT]
         assert result.final_scale == 2.0**15
         assert result.accuracy > 0.95
 
+    @pytest.mark.nightly
     def test_scaled_float32_equals_float32_exactly(self):
         """Loss by loss and image by image, while the scale grows from step to step: scales are powers of two."""
         plain, scaled = self.train("float32"), self.train("float32", loss_scale=SCALE)

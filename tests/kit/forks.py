@@ -31,6 +31,8 @@ FRAMEWORKS = {
     "paddle": ("paddle",),
     "mxnet": ("mxnet",),
 }
+# What the kit needs, where there is no framework.
+KIT = ("pytest", "hypothesis")
 # Names of NumPy without which MXNet cannot be imported, where they are missing; its backend restores them, too.
 REMOVED_FROM_NUMPY = {"bool": bool, "int": int}
 COMMON = (

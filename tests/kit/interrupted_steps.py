@@ -15,7 +15,7 @@ import ampx
 from ampx.session import Amp
 from ampx.testing.base import KitTests
 from ampx.testing.bench import START, Bench
-from interruptions import Interruption, interrupted_everywhere, sampled
+from interruptions import THOROUGH, Interruption, interrupted_everywhere, sampled
 
 SCALE: Final = 1024.0
 HISTORY: Final = (1.0, 2.0)
@@ -271,13 +271,15 @@ class InterruptedSuite(KitTests):
         cases: Arguments of `training`, by name.
         session: Settings of the session.
         stride: One of so many lines is interrupted.
+        thinned: One of so many of these; with AMPX_TEST_ALL every one. Each case and each question begins at another.
         few: So many places at least are interrupted in each step.
         packages: What is interrupted; by itself the core and the plugin.
         refusals: What a step may raise afterwards.
         takes_old_gradients: The raw optimizer steps with gradients that were stepped with, or cleared to zeros.
         copies: What a later backward adds to may be these multiples of what an interrupted step left.
         clears_one_by_one: The plugin clears gradients in a loop, as its framework does: some may be cleared.
-        timed_out: The cases that are tried with `TimeoutError`, too.
+        timed_out: So many cases are tried with `TimeoutError`, too, which `except Exception` catches; with
+            AMPX_TEST_ALL all.
         region_stride: As `stride`, while a region is entered and left.
     """
 
@@ -298,13 +300,14 @@ class InterruptedSuite(KitTests):
     }
     session: ClassVar[dict[str, Any]] = {}
     stride: ClassVar[int] = 29
-    few: ClassVar[int] = 5
+    thinned: ClassVar[int] = 3
+    few: ClassVar[int] = 2
     packages: ClassVar[tuple[str, ...]] = ()
     refusals: ClassVar[tuple[type[Exception], ...]] = (ampx.AmpxError,)
     takes_old_gradients: ClassVar[bool] = True
     copies: ClassVar[tuple[int, ...]] = (1,)
     clears_one_by_one: ClassVar[bool] = False
-    timed_out: ClassVar[tuple[str, ...] | None] = None
+    timed_out: ClassVar[int] = 2
     region_stride: ClassVar[int] = 7
 
     def setup_method(self) -> None:
@@ -314,9 +317,8 @@ class InterruptedSuite(KitTests):
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Ask each test of each case."""
         if "error" in metafunc.fixturenames:
-            timed_out = self.cases if self.timed_out is None else self.timed_out
-            tried = [(name, Interruption, 3) for name in self.cases]
-            tried += [(name, TimeoutError, 4) for name in timed_out]
+            timed_out = list(self.cases)[: None if THOROUGH else self.timed_out]
+            tried = [(name, Interruption, 3) for name in self.cases] + [(name, TimeoutError, 4) for name in timed_out]
             metafunc.parametrize(("name", "error", "first"), tried)
         elif "name" in metafunc.fixturenames:
             metafunc.parametrize("name", self.cases)
@@ -337,12 +339,14 @@ class InterruptedSuite(KitTests):
         ):
             pytest.skip(f"backend {self.backend.name!r} has gradients as values, which the step unscales")
         amp, places = self.start(nan_loss="skip", **self.session), 0
+        thinned = 1 if THOROUGH else self.thinned
+        first += self.stride * (list(self.cases).index(name) % thinned)
         for training, place in interrupted_everywhere(
             lambda: self.training(self, amp, **case),
             self.training.act,
             self.packages or ("ampx", self.subject.plugin),
             error=error,
-            **sampled(self.stride, first),
+            **sampled(self.stride * thinned, first),
         ):
             assert training.stand_at(*training.done()), place
             places += 1
@@ -433,6 +437,7 @@ class InterruptedRegionSuite(InterruptedSuite):
 
     acts: ClassVar[tuple[str, ...]] = ("off", "on", "off inside on", "on inside off", "decorated", "step")
     process_wide: ClassVar[tuple[bool, ...]] = (True, False)
+    few: ClassVar[int] = 5
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Ask of each region, in sessions of both kinds."""

@@ -87,7 +87,7 @@ def _server(**environment):
     if sys.platform != "linux":
         return None
     framework = next((name for name in forks.FRAMEWORKS if importlib.util.find_spec(name)), None)
-    return forks.Server([*forks.FRAMEWORKS.get(framework, ()), *forks.COMMON], _environment(**environment))
+    return forks.Server([*forks.FRAMEWORKS.get(framework, forks.KIT), *forks.COMMON], _environment(**environment))
 
 
 def _environment(**extra):

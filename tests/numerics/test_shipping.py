@@ -9,7 +9,16 @@ import pytest
 
 import ampx
 from ampx.shipping.convert import compared
-from ampx.shipping.layers import arguments, leaves_first, named_outputs
+from ampx.shipping.layers import (
+    arguments,
+    check_computed,
+    check_float32,
+    denied_names,
+    largest,
+    leaves_first,
+    named_outputs,
+    positional,
+)
 from toy.framework import Dense, Module, Tensor
 
 pytestmark = pytest.mark.usefixtures("toys")
@@ -149,3 +158,39 @@ def test_a_batch_holds_positional_arguments_named_ones_or_is_the_only_one():
 
 def test_modules_without_others_inside_come_first():
     assert leaves_first(["", "block", "block.a", "block.b", "head"]) == ("block.a", "block.b", "head", "block")
+
+
+def test_a_device_that_does_not_compute_a_dtype_is_named_with_what_it_does():
+    backend = ampx.plugins.default_registry().load("toy")
+    check_computed(backend, "cpu", "float32")
+    with pytest.raises(ampx.UnsupportedDtypeError, match=r"dtype='float8_e4m3' is not computed by .* on 'cpu'"):
+        check_computed(backend, "cpu", "float8_e4m3")
+
+
+def test_denied_modules_are_those_of_a_pattern_and_all_inside():
+    names = ("", "encoder", "encoder.0", "encoder.0.fc", "encoders", "head")
+    assert denied_names(["module:enc*.0", "module:head"], names) == {"encoder.0", "encoder.0.fc", "head"}
+    assert denied_names(["module:encoder"], names) == {"encoder", "encoder.0", "encoder.0.fc"}
+    assert denied_names([], names) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([1.0, -3.0, math.inf], 3.0), ([math.nan, math.inf], 0.0), ([], 0.0), ([[0.5], [-0.25]], 0.5)],
+)
+def test_the_largest_weight_is_the_largest_that_is_finite(values, expected):
+    assert largest(np.array(values, np.float32)) == expected
+
+
+def test_a_model_that_is_in_low_precision_already_is_refused_with_the_names_of_its_weights():
+    check_float32([])
+    with pytest.raises(ampx.InvalidOptionError, match=r"\(w0, w1, w2, w3, w4\).*Load its checkpoint"):
+        check_float32([f"w{index}" for index in range(9)])
+
+
+def test_a_batch_is_what_a_framework_takes_by_position_or_is_refused():
+    assert positional((1, 2), int, "numbers") == (1, 2)
+    assert positional(3, int, "numbers") == (3,)
+    for batch, kinds in (((1, "x"), "int, str"), ({"x": 1}, "int"), ([1], "list")):
+        with pytest.raises(ampx.InvalidOptionError, match=rf"a batch of {kinds}; accepted: numbers by position"):
+            positional(batch, int, "numbers")

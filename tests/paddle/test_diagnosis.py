@@ -5,6 +5,7 @@ import pytest
 
 import ampx
 from planted_paddle import CLEAN, FAULTS
+from products import first_of_each
 
 GPU = bool(paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count())
 pytestmark = [
@@ -26,7 +27,7 @@ def named(name, device):
     return (diagnosis.kind, *((place.direction, place.module) if place else ())), str(diagnosis)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", first_of_each(FAULTS, lambda name: FAULTS[name][1:3]))
 def test_a_planted_fault_is_named(name):
     actual, text = named(name, "cpu")
     assert actual == ON_CPU.get(name, FAULTS[name][1:]), text
@@ -42,7 +43,7 @@ def gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="there is no GPU for paddle")
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", first_of_each(FAULTS, lambda name: FAULTS[name][1:3]))
 def test_a_planted_fault_is_named_on_a_gpu(name, gpu):
     actual, text = named(name, "gpu")
     assert actual == FAULTS[name][1:], text
@@ -68,13 +69,13 @@ def nobody_is_accused(name, device):
     assert (diagnosis.kind, diagnosis.first_nonfinite) == ("healthy", None), str(diagnosis)
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", first_of_each(CLEAN))
 def test_a_clean_model_is_not_accused(name):
     nobody_is_accused(name, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="there is no GPU for paddle")
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", first_of_each([*CLEAN][::-1]))
 def test_a_clean_model_is_not_accused_on_a_gpu(name, gpu):
     nobody_is_accused(name, "gpu")

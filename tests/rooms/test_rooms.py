@@ -148,17 +148,15 @@ def house(request, tree, tmp_path_factory):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ampx-precision\nVersion: 0.1.0\n")
     lines = [f"{name} = {module}" for name, module in points.items() if (folder / "backends" / module).is_dir()]
-    # Where an installation of ampx has it, too, it must not be found there.
-    (folder / "sitecustomize.py").write_text(
-        GONE.format([path.name for path in gone if path.parent.name == "backends"])
-    )
     (info / "entry_points.txt").write_text("\n".join(["[ampx]", *lines, ""]))
+    # Where an installation of ampx has it, too, it must not be found there.
+    (folder / "gone.py").write_text(GONE.format([path.name for path in gone if path.parent.name == "backends"]))
     return request.param, folder
 
 
 def run(folder, *command):
     """Run Python in a house."""
-    return run_python(*command, cwd=folder, fresh=True, PYTHONPATH=f"{folder}:{folder / 'backends'}")
+    return run_python(*command, cwd=folder, PYTHONPATH=f"{folder}:{folder / 'backends'}")
 
 
 def asked_for(name, path):
@@ -208,7 +206,7 @@ def importing(room, folder):
     # Programs are not imported; demos and trainers need libraries of others.
     programs = re.compile(r"__main__|preloaded|\.trainers\b|_child$|\.demo$|plot$")
     left = [name for name in files if not programs.search(name) and not re.fullmatch(WITH[room] or "(?!)", name)]
-    return f"import importlib\nfor name in {left!r}:\n    importlib.import_module(name)\n"
+    return f"import importlib, gone\nfor name in {left!r}:\n    importlib.import_module(name)\n"
 
 
 @pytest.mark.skipif(bool(INSTALLED), reason="the environment without frameworks tests it")
@@ -240,7 +238,7 @@ def test_what_is_asked_for_and_absent_says_so_in_a_sentence_of_ours(house):
     asked = ROOMS[room][1]
     if asked is None:
         pytest.skip("nothing in ampx asks for it by name")
-    done = run(folder, "-c", asked)
+    done = run(folder, "-c", f"import gone\n{asked}")
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0
     assert "has been taken out of this installation; accepted: an installation that has it. Reinstall" in last, last

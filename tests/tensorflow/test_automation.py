@@ -194,6 +194,7 @@ def test_a_model_with_its_own_training_step_is_cast_as_a_graph(start):
     assert run.recorder.steps == 2
 
 
+@pytest.mark.each_value(False)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("traced", ["eager", "function", "compiled"])
 def test_a_loop_over_tapes_trains_scales_and_skips(start, dtype, traced):
@@ -331,6 +332,7 @@ def test_gradients_that_belong_to_no_loss_are_left_alone(start):
         assert scaled[0].numpy().tolist() == [12.0 * 4.0]
 
 
+@pytest.mark.each_value(False)
 @pytest.mark.parametrize("interval", [0.0, math.inf], ids=["looks at every run", "looks at the end"])
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_graph_of_tensorflow_1_is_cast_scaled_and_recorded(start, monkeypatch, dtype, interval):

@@ -825,6 +825,7 @@ def test_a_compiled_step_trains_uncompiled_and_that_is_said(backward_inside):
     assert any("runs uncompiled" in note for note in run.recorder.notes)
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler reads, and does not show
 @BOTH
 @pytest.mark.parametrize("backward_inside", [True, False])

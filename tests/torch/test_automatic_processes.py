@@ -46,9 +46,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["torch", pytest.param("spawn", marks=pytest.mark.nightly), "fork", "forkserver", "hogwild fork"]
-)
+# Both start a Python of their own, as torch.multiprocessing does.
+FRESH = [pytest.param(how, marks=pytest.mark.nightly) for how in ("spawn", "forkserver")]
+
+
+@pytest.mark.parametrize("how", ["torch", *FRESH, "fork", "hogwild fork"])
 def test_children_train_as_the_parent_would_and_are_reported(how, tmp_path):
     if sys.platform == "win32" and how != "torch":
         pytest.skip("only spawn exists there")

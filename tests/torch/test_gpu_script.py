@@ -52,6 +52,7 @@ def test_without_a_gpu_it_says_so_and_runs_nothing():
     assert done.stdout.splitlines()[-1] == "no CUDA device: nothing was run"
 
 
+@pytest.mark.nightly  # those of JAX, MXNet and Paddle run every time
 def test_all_checks_run_on_the_cpu_and_end_in_a_table_and_json(tmp_path):
     target = tmp_path / "deep" / "gpu.json"
     done = run_torch("--device", "cpu", "--out", str(target))

@@ -247,6 +247,7 @@ def test_steps_of_unusual_parameters_are_those_of_plain_torch(kind, accumulates,
         plain.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own: what it leaves to Python
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

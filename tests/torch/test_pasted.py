@@ -85,6 +85,7 @@ def by_hand(stderr):
     return [first, *(line[14:] for line in rest if line.startswith(" " * 14))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("models", [ONE, TWO_MODELS, TWO_OPTIMIZERS], ids=["one", "two models", "two optimizers"])
 @pytest.mark.parametrize("policy", [False, True], ids=["", "policy"])
 def test_what_run_calls_the_same_by_hand_trains_the_same(tmp_path, models, policy):

@@ -54,7 +54,7 @@ def marked(programs):
     }
 
 
-@pytest.mark.parametrize("installed", ["torch", "jax", "all"])
+@pytest.mark.parametrize("installed", ["torch", "all"])
 @pytest.mark.parametrize("checker", [mypy, pyright], ids=lambda checker: checker.__name__)
 def test_a_checker_reports_the_errors_of_a_script_and_nothing_else(checker, installed, tmp_path):
     """With one framework installed, and with all: which ones are there makes no difference."""

@@ -1,0 +1,254 @@
+"""What is advised was tried: of a chain of modules in NumPy, which is computed anew for every change that is tried."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from ampx.numerics.batch import Refusal, Seen
+from ampx.numerics.cures import Change
+from ampx.numerics.diagnose import examined
+from ampx.numerics.probe import Reading, Replayed
+from ampx.numerics.rounding import describe, round_to
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Modules one after the other, each with its operations: name and function of a vector.
+
+    Attributes:
+        steps: Module, operation, and what it computes.
+        data: What the first receives.
+        slope: The gradient of every weight, before the loss scale.
+        inner: How many times larger gradients are between the modules than where they arrive.
+        refuses: Operations that no list of operations names.
+        promotes: Operations that compute in float32 where they receive it.
+        accumulates: Operations that round what they return, and not what they receive.
+    """
+
+    steps: Sequence[tuple[str, str, Callable]]
+    data: Sequence[float]
+    slope: Sequence[float] = (1.0,)
+    inner: float = 1.0
+    refuses: tuple[str, ...] = ()
+    promotes: tuple[str, ...] = ()
+    accumulates: tuple[str, ...] = ()
+
+    def run(self, dtype="float32", scale=1.0, float32=(), operations=()):
+        """Compute the loss, the gradients, and what is read on the way."""
+        value, readings, calls, of_value = np.asarray(self.data, np.float32), [], {}, dtype
+
+        def read(module, operation, before, at):
+            key = (module, operation)
+            calls[key] = calls.get(key, -1) + 1
+            stats = describe(value, "float16"), describe(before)
+            call = calls[key]
+            readings.append(Reading(module, "Layer", operation, "forward", call, at, *stats, np.ravel(value)))
+
+        with np.errstate(all="ignore"):
+            for module, steps in itertools.groupby(self.steps, key=lambda step: step[0]):
+                received = value
+                for _, operation, compute in steps:
+                    kept = any(module == name or module.startswith(f"{name}.") for name in float32)
+                    at = "float32" if kept or operation in operations else dtype
+                    at = of_value if operation in self.promotes and of_value == "float32" else at
+                    before = value if operation in self.accumulates else round_to(value, at)
+                    value, of_value = round_to(compute(before), at), at
+                    read(module, operation, before, at)
+                if module:
+                    read(module, "", received, at)
+            slope = round_to(round_to(np.asarray(self.slope) * scale * self.inner, dtype) / self.inner, dtype)
+        backward = Reading("", "Net", "", "backward", 0, dtype, describe(slope))
+        return Seen(Replayed(float(value.sum()), {"w": slope / scale}, {"w": describe([1.0])}), (*readings, backward))
+
+    def again(self, dtype, scale, tried):
+        """Return what runs a change, and puts it on a list."""
+
+        def run(change: Change, modules: Sequence[str]):
+            tried.append(change)
+            if set(change.operations) & {*self.refuses}:
+                return Refusal("UnsupportedOpError: no such operation")
+            return self.run(
+                change.dtype or dtype,
+                scale if change.scale is None else change.scale,
+                change.float32,
+                change.operations,
+            )
+
+        return run
+
+    def examine(self, dtype="float16", scale=1.0):
+        """Return the diagnosis, and the changes that it tried."""
+        tried = []
+        low = self.run(dtype, scale)
+        return examined(low, self.run(), dtype, scale, self.again(dtype, scale, tried)), tried
+
+    def smallest_cures(self, dtype="float16", within=0.02):
+        """Return the smallest sets of modules in float32 with which the loss is right: all sets, tried in turn."""
+        names = sorted({module for module, _, _ in self.steps if module})
+        exact = self.run().replayed.loss
+        for size in range(len(names) + 1):
+            sets = [
+                chosen
+                for chosen in itertools.combinations(names, size)
+                if abs(self.run(dtype, float32=chosen).replayed.loss - exact) <= within * abs(exact)
+            ]
+            if sets:
+                return sets
+        return []
+
+
+def denied(diagnosis):
+    return tuple(sorted(name.removeprefix("module:") for name in diagnosis.deny))
+
+
+OVERFLOWS = Chain([("a", "mul", lambda x: x * 2), ("b", "square", np.square), ("b", "sqrt", np.sqrt)], [300.0, 1.0])
+ROOT = ("square", np.square), ("sqrt", np.sqrt)
+TWO = Chain([("a", *ROOT[0]), ("a", *ROOT[1]), ("b", "relu", np.abs), ("c", *ROOT[0]), ("c", *ROOT[1])], [400.0])
+
+
+@pytest.mark.parametrize(("chain", "size"), [(OVERFLOWS, 1), (TWO, 2)])
+def test_the_modules_that_are_advised_are_a_smallest_set_that_cures(chain, size):
+    diagnosis, tried = chain.examine()
+    assert denied(diagnosis) in chain.smallest_cures()
+    assert len(denied(diagnosis)) == size
+    assert diagnosis.kind == "overflow"
+    *_, cure = (experiment for experiment in diagnosis.experiments if experiment.cures)
+    assert cure.error < 0.02
+    assert len(diagnosis.experiments) == len(tried)
+    assert f"  cure, tried: {cure}" in str(diagnosis)
+    assert "deny=" in diagnosis.advice
+
+
+@pytest.mark.parametrize("module", ["b", ""])
+def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_is_missed(module):
+    """What `a` rounds away is all that is left of a difference, which float32 there does not bring back."""
+    steps = [("a", "add", lambda x: x + 2048), (module, "sub", lambda x: x - 2048)]
+    chain = Chain(steps, [0.3, 0.6, 0.7], **{"promotes" if module else "accumulates": ("sub",)})
+    exact = chain.run().replayed.loss
+    assert chain.run("float16", float32=("b",)).replayed.loss != pytest.approx(exact, rel=0.1)
+    assert chain.smallest_cures() == [("a",)]
+    diagnosis, _ = chain.examine()
+    assert diagnosis.deny == ("module:a",)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "a")
+    assert "in the forward pass, module 'a', float16 loses what is needed later: in the" in diagnosis.why
+
+
+def test_an_operation_outside_of_modules_is_kept_in_float32_where_the_backend_takes_its_name():
+    steps = [("a", "relu", np.abs), ("", "square", np.square), ("", "sqrt", np.sqrt)]
+    chain = Chain(steps, [300.0, 1.0])
+    diagnosis, tried = chain.examine()
+    assert any(change.operations == ("square",) for change in tried)
+    kept = chain.run("float16", operations=("square",)).replayed.loss
+    assert diagnosis.experiments[-1].cures or not math.isfinite(kept)
+
+
+def test_a_range_that_no_module_explains_is_cured_by_a_dtype_with_a_wider_one():
+    chain = Chain([("", "square", np.square)], [300.0, 1.0], refuses=("square",))
+    diagnosis, tried = chain.examine()
+    assert len(diagnosis.experiments) == len(tried) - 1  # what is refused is nothing that was tried
+    assert abs(chain.run("bfloat16").replayed.loss / chain.run().replayed.loss - 1) < 0.02
+    assert diagnosis.experiments[-1].cures
+    assert str(diagnosis.experiments[-1]).startswith("in bfloat16, at a loss scale of 1: loss ")
+    assert diagnosis.advice == 'amp = ampx.init(dtype="bfloat16")'
+    assert diagnosis.deny == ()
+
+
+def test_what_cures_nothing_is_listed_and_nothing_is_called_a_cure():
+    """Whatever is in float32, an operation of the script rounds to float16 by itself."""
+    by_hand = ("b", "mul", lambda x: round_to(x * 1e4, "float16"))
+    chain = Chain([("a", "relu", np.abs), by_hand], [30.0, 1.0])
+    exact = Chain([("a", "relu", np.abs), ("b", "mul", lambda x: x * 1e4)], [30.0, 1.0]).run()
+    tried = []
+    diagnosis = examined(chain.run("float16"), exact, "float16", 1.0, chain.again("float16", 1.0, tried))
+    assert tried
+    assert not any(experiment.cures for experiment in diagnosis.experiments)
+    assert (diagnosis.kind, diagnosis.deny) == ("overflow", ())
+    assert "cure, tried" not in str(diagnosis)
+    assert f"  no cure: {diagnosis.experiments[0]}" in str(diagnosis)
+    assert "may cure it" in diagnosis.advice or diagnosis.advice == ""
+
+
+def test_what_a_change_raises_is_put_on_record_and_is_no_cure():
+    diagnosis = examined(
+        OVERFLOWS.run("float16"), OVERFLOWS.run(), "float16", 1.0, lambda change, modules: Refusal("ValueError: no")
+    )
+    assert str(diagnosis.experiments[0]) == "with module 'b' in float32: ValueError: no"
+    assert not any(experiment.cures for experiment in diagnosis.experiments)
+
+
+def test_gradients_that_overflow_at_the_loss_scale_only_are_no_fault_of_a_module():
+    chain = replace(OVERFLOWS, data=(3.0, 1.0), slope=(1.0, 100.0))
+    diagnosis, tried = chain.examine(scale=2.0**16)
+    assert (diagnosis.kind, diagnosis.precision_is_innocent, diagnosis.advice) == ("loss scale", True, "")
+    (scale,) = {change.scale for change in tried}
+    assert math.isfinite(np.float16(100.0 * scale))
+    assert diagnosis.experiments[-1].cures
+
+
+def test_a_loss_that_overflows_is_cured_at_a_scale_that_its_gradients_fit():
+    """The module is in float32, and the batch is at its loss scale: the gradients must fit that, too."""
+    chain = replace(OVERFLOWS, slope=(1.0, 100.0))
+    diagnosis, tried = chain.examine(scale=2.0**16)
+    assert denied(diagnosis) == ("b",)
+    assert all(change.scale is not None and np.isfinite(np.float16(100.0 * change.scale)) for change in tried)
+
+
+def test_where_gradients_overflow_between_modules_a_cure_is_tried_at_a_scale_of_1():
+    chain = replace(OVERFLOWS, inner=2.0**12)
+    diagnosis, tried = chain.examine(scale=2.0**16)
+    assert denied(diagnosis) == ("b",)
+    scales = [change.scale for change in tried]
+    assert scales[-1] == 1.0 < scales[0]
+    assert chain.run("float16", scales[0], ("b",)).only_gradients_overflow
+    assert [str(experiment).partition(":")[0] for experiment in diagnosis.experiments] == [
+        "with module 'b' in float32, at a loss scale of 1"
+    ]
+
+
+def test_gradients_that_flush_at_every_scale_that_the_largest_fits_are_named():
+    """A gradient of 1e-10 beside one of 1e4: whichever scale the large one fits, float16 has no room for the small."""
+    chain = replace(OVERFLOWS, data=(3.0, 1.0), slope=(1e4, *[1e-10] * 15))
+    diagnosis, _ = chain.examine(scale=2.0**16)
+    assert diagnosis.kind == "flush"
+    assert "w train no more" in diagnosis.why
+    assert diagnosis.advice == 'amp = ampx.init(dtype="bfloat16")'  # which holds 1e-10
+
+
+def test_a_module_of_a_second_model_is_named_for_prepare_and_for_a_policy_file():
+    renamed = Chain([(f"Critic:{module}", *step) for module, *step in OVERFLOWS.steps], OVERFLOWS.data)
+    diagnosis, _ = renamed.examine()
+    assert diagnosis.deny == ("module:Critic:b",)
+    assert "deny=['module:b']" in diagnosis.advice
+    assert "the Critic, before wrap_optimizer; in a policy file: ['module:Critic:b']" in diagnosis.advice
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_advised_of_a_random_chain_cures_it(seed):
+    """Of modules that square and take roots, the ones that receive more than 255 overflow: which do, is random."""
+    source = np.random.default_rng(seed)
+    steps = []
+    for index in range(4):
+        factor = float(2.0 ** source.integers(-4, 9))
+        steps += [(f"m{index}", "mul", lambda x, factor=factor: x * factor)]
+        steps += [(f"m{index}", "square", np.square), (f"m{index}", "sqrt", np.sqrt)]
+        steps += [(f"m{index}", "mul", lambda x, factor=factor: x / factor)]
+    chain = Chain(steps, [1.0, 1.5])
+    diagnosis, _ = chain.examine()
+    fails = not math.isfinite(chain.run("float16").replayed.loss)
+    assert fails == (diagnosis.kind != "healthy")
+    if diagnosis.deny:
+        loss = chain.run("float16", float32=denied(diagnosis)).replayed.loss
+        assert abs(loss / chain.run().replayed.loss - 1) < 0.02
+        assert denied(diagnosis) in chain.smallest_cures()
+
+
+def test_a_change_says_in_words_what_it_changes():
+    assert str(Change(("a", "b"), scale=8.0)) == "with modules 'a' and 'b' in float32, at a loss scale of 8"
+    assert str(Change(operations=("exp",), dtype="bfloat16")) == "with operation 'exp' in float32, in bfloat16"
+    assert str(Change()) == ""
