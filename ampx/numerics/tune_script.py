@@ -429,8 +429,8 @@ class _ScriptSearch(Search[Outcome]):
         if self.unnamed:
             why = _nothing_watched(self.trial, self.reference)
             raise TrialError(f"{reason}, and no list of operations cures that: {why}")
-        which = "but with the whole model in float32" if whole else "whichever modules are kept in it"
-        return in_float32(f"{reason} {which}", agrees=False)
+        which = " but with the whole model in float32" if whole else ", and no module that was tried in it cures that"
+        return in_float32(f"{reason}{which}", agrees=False)
 
     def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:
         # In the first step much is made that later steps find ready.
