@@ -64,7 +64,7 @@ from .tune import (
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
-# Steps whose values are compared. What is off in one of them only crossed a threshold, such as ReLU's, by chance.
+# Steps whose values are compared. What is off in one of them only may have crossed a threshold, such as ReLU's.
 _DECIDING: Final = (1, 2)
 # Of a script whose runs in float32 differ, each run in low precision is made so often, and the most decide.
 _SAMPLED: Final = 3
@@ -338,8 +338,9 @@ class _ScriptSearch(Search[Outcome]):
     def distance(self, run: Outcome, reference: Outcome | None = None) -> Distance:
         """Return how far a run is from another, by default float32's.
 
-        Losses count, and of the first steps gradients and values of modules, each in the step where it is closest: a
-        loss may agree by chance, or because it does not move in so few steps. For inference only the output counts.
+        Losses count, and of the first steps gradients and values of modules, each in the step where it is closest if it
+        is finite in all: a loss may agree by chance, or because it does not move in so few steps. For inference only
+        the output counts.
         """
         reference = reference or self.reference
         gradients: list[float] = []
@@ -349,12 +350,12 @@ class _ScriptSearch(Search[Outcome]):
             gradients += _gradient_error(low, exact)
             for error in module_errors(exact, low, self.dtype):
                 place = place_of(error)
-                values[place] = min(error, values.get(place, error), key=lambda entry: entry.error)
+                values[place] = min(error, values.get(place, error), key=lambda entry: _chance_aside(entry.error))
         errors = list(values.values())
         if self.for_inference:
             outputs = [entry for entry in errors if (entry.module, entry.direction) == (self.output, "forward")]
             return Distance(0.0 if outputs else math.inf, values=outputs)
-        return Distance(self.loss_error(run, reference), min(gradients, default=0.0), errors)
+        return Distance(self.loss_error(run, reference), min(gradients, key=_chance_aside, default=0.0), errors)
 
     @property
     def beginning(self) -> Distance | None:
@@ -503,6 +504,11 @@ def _before_failing(readings: Sequence[Reading]) -> list[str]:
         elif entry.value.zeros > entry.inputs.zeros:
             names.append(entry.operation.lstrip("_"))  # PyTorch's own name of what a list knows without it
     return []
+
+
+def _chance_aside(error: float) -> float:
+    """Return by what the deciding one of some steps is the least: what is not finite in one is no chance."""
+    return -math.inf if math.isinf(error) else error
 
 
 def _gradient_error(low: Iterable[Reading], exact: Iterable[Reading]) -> list[float]:

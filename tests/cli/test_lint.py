@@ -95,8 +95,9 @@ def test_correct_programs_raise_no_alarm():
 
 def test_faults_that_tests_plant_are_all_that_is_found_in_tests():
     places = {(problem.path.name, problem.code) for problem in lint(list(find([ROOT / "tests"]))).problems}
-    # What refuses a second unscale_, and masks of -1e9 that `ampx diagnose` must name.
+    # What refuses a second unscale_, a whole step in a region, and masks of -1e9 that `ampx diagnose` must name.
     assert places <= {
+        ("test_casting.py", "AMP201"),
         *((name, "AMP106") for name in ("test_automatic_scaler.py", "test_defects.py")),
         *((name, "AMP302") for name in ("planted_jax.py", "planted_torch.py")),
     }

@@ -48,7 +48,7 @@ WITH = {
     "trainers": "",
     "apex": r"ampx_torch\.(apex|old)",
     "fluid": r"ampx_paddle\.(fluid|old)",
-    "run": r"ampx\.numerics\.(child|report|trial|\w+_script)|ampx\.cli\.(compare_command|doctor)"
+    "run": r"ampx\.numerics\.(checkpoint|child|report|trial|\w+_script)|ampx\.cli\.(compare_command|doctor)"
     r"|ampx\.testing\.(suite|kit\.automation)",
     "numerics": r"ampx\.shipping\.convert|ampx\.cli\.compare_command|ampx\.testing\.(suite|kit\.precision)"
     r"|ampx_(jax|tensorflow)\.run(\.\w+)?",
