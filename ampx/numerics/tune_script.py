@@ -32,6 +32,7 @@ from .journal import Journal, digest_of
 from .operations import failing
 from .places import key_of
 from .probe import Reading, Replayed, Watching
+from .template import Imported
 from .timing import busy
 from .tolerance import (
     Distance,
@@ -126,6 +127,7 @@ class _ScriptSearch(Search[Outcome]):
         self.trial, self.dtype, self.simulated = trial, dtype, simulated
         self.run_trial, self.progress, self.journal = run, progress, Journal(journal)
         self.seconds: list[float] = []  # of the runs so far
+        self.imported: Imported | None = None  # by the first
         self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES, times=times)
         settings = replace(trial.settings, dtype=FLOAT32.dtype, watched=True)
         last = trial.steps or 1
@@ -155,7 +157,8 @@ class _ScriptSearch(Search[Outcome]):
         words, left = self._left()
         self.progress(f"{trial.program.name}: run {self.runs}{words}, {what}{watched} …", left)
         began = time.monotonic()
-        outcome = self.run_trial(trial)
+        outcome = self.run_trial(replace(trial, imported=self.imported))
+        self.imported = self.imported or outcome.imported
         self.seconds.append(time.monotonic() - began)
         return outcome
 
