@@ -94,10 +94,15 @@ def is_true_line(case, place):
     return not case.code or holds_the_code(case, place)
 
 
+def within_model(name):
+    """Return the name of a module without the class that it begins with where a script has several models."""
+    return re.sub(r"^\w+:(?=.)", "", name)
+
+
 def is_true_place(case, module, place):
     """Return whether a module is one of those at fault, or where no module is, a place the line."""
     if case.modules:
-        return re.sub(r"^\w+:(?=.)", "", module) in case.modules  # of several models a name begins with the class
+        return within_model(module) in case.modules
     return is_true_line(case, place)
 
 
@@ -214,6 +219,8 @@ def _refused(case, twin, stderr):
 
 def is_true_entry(case, entry):
     """Return whether an entry of `deny` is one that the truth has, or is inside a module that is at fault."""
+    kind, colon, name = entry.partition(":")
+    entry = f"{kind}{colon}{within_model(name)}"
     inside = any(name and entry.startswith(f"module:{name}.") for name in case.modules)
     return inside or entry in (*case.deny, *case.operations, *(f"module:{name}" for name in case.modules if name))
 
