@@ -133,7 +133,7 @@ class _ScriptSearch(Search[Outcome]):
         last = trial.steps or 1
         self.watched = tuple(sorted({*_DECIDING, (1 + last) // 2, last}))  # the others are for the map
         self.wide = replace(trial, settings=settings, watched=_DECIDING, watching=replace(self.watching, times=False))
-        self.reference = self.run(replace(self.wide, watched=self.watched, watching=self.watching))
+        self.reference = self.run(self._whole())
         self.check_float32(for_inference)
         readings = self.reference.readings.get(1, ())
         # Without names, losses alone decide; the operations tell how many roundings a loss has behind it.
@@ -145,6 +145,10 @@ class _ScriptSearch(Search[Outcome]):
             raise TrialError(_nothing_watched(trial, self.reference))
         super().__init__(for_inference, readings)
         self.framework, self.device = (str(self.reference.run[name]) for name in ("framework", "device"))
+
+    def _whole(self) -> Trial:
+        """Return the run in float32 that tells of all steps for the map."""
+        return replace(self.wide, watched=self.watched, watching=self.watching)
 
     def run(self, trial: Trial) -> Outcome:
         """Run the script, and count that."""
@@ -277,7 +281,7 @@ class _ScriptSearch(Search[Outcome]):
         Raises:
             TrialError: Losses differ by more than rounding explains.
         """
-        again = self.run(self.wide)
+        again = self.run(self._whole())  # JAX may round otherwise in steps that it compiles without watching
         if all(loss is None for loss in again.losses):
             return
         own = self.distance(again)
