@@ -367,15 +367,17 @@ def _ratio(value: float | None, reference: float | None) -> float | None:
 
 
 def _failing(outcome: Outcome) -> str | None:
-    """Return what is wrong with the losses of a run in float32, where they fail or diverge; None for nothing."""
-    broken = (step for step, loss in enumerate(outcome.losses, 1) if loss is not None and not math.isfinite(loss))
-    step = next(broken, None)
-    if step is not None:
-        return f"float32 itself fails: its loss is not finite at step {step}"
+    """Return what is wrong with a run in float32, whose losses or gradients fail or diverge; None for nothing."""
+    broken = {step: "gradients are" for step in outcome.skipped}
+    losses = enumerate(outcome.losses, 1)
+    broken |= {step: "loss is" for step, loss in losses if loss is not None and not math.isfinite(loss)}
+    if broken:
+        first = min(broken)
+        return f"float32 itself fails: its {broken[first]} not finite at step {first}"
     for curve in outcome.curves():
-        losses = [loss for loss in curve if loss is not None]
-        if losses and abs(losses[-1]) > GROWN * abs(losses[0]) > 0:
-            return f"float32 itself diverges: its loss goes from {losses[0]:.3g} to {losses[-1]:.3g}"
+        own = [loss for loss in curve if loss is not None]
+        if own and abs(own[-1]) > GROWN * abs(own[0]) > 0:
+            return f"float32 itself diverges: its loss goes from {own[0]:.3g} to {own[-1]:.3g}"
     return None
 
 

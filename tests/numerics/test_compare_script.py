@@ -302,6 +302,19 @@ def test_what_fails_in_float32_itself_is_no_matter_of_precision(losses, words):
     assert (words or "the loss agrees") in facts["verdict"]
 
 
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_steps_that_float32_skips_are_no_matter_of_precision(loss):
+    """Its gradients are not finite, though the loss may be, in every step the same."""
+
+    def run(trial):
+        outcome = replace(pretended(trial), losses=(1.0, 1.0, loss, loss))
+        wide = trial.settings.dtype == "float32"
+        return replace(outcome, run={**outcome.run, "optimizers": [{"skipped": [2, 3, 4]}]}) if wide else outcome
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    assert facts["float32_fails"] == "float32 itself fails: its gradients are not finite at step 2"
+
+
 def test_the_losses_of_two_optimizers_both_have_to_end_alike():
     """In adversarial training the larger loss hides what became of the smaller one."""
 
