@@ -49,6 +49,11 @@ def _written(option: str, target: Path) -> Iterator[None]:
         ) from error
 
 
+def _note_checkpoint(result: dict[str, Any], checkpoint: Path | None) -> None:
+    if checkpoint is not None:
+        result["notes"].append(f"Steps are counted from the checkpoint on. {checkpoint} is as it was before.")
+
+
 def _write_report(report: Path | None, result: dict[str, Any], as_json: bool) -> None:
     """Write the report of `compare`, `diagnose` or `tune`, where one was asked for, and say where it is."""
     if report is not None:
@@ -286,8 +291,7 @@ def compare(
             run=run,
             progress=progress,
         )
-    if checkpoint is not None:
-        result["notes"].append(f"Steps are counted from the checkpoint on. {checkpoint} is as it was before.")
+    _note_checkpoint(result, checkpoint)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -338,8 +342,7 @@ def diagnose(
             run=run,
             progress=progress,
         )
-    if checkpoint is not None:
-        result["notes"].append(f"Steps are counted from the checkpoint on. {checkpoint} is as it was before.")
+    _note_checkpoint(result, checkpoint)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -573,7 +576,7 @@ def demo(
         demo_command.refuse_both(framework)
     else:
         framework = demo_command.find_framework(framework)
-    # A missing extra is told before the training, not after. The extra of scikit-learn brings matplotlib, too.
+    # A missing extra is an error before the training, not after. The extra of scikit-learn brings matplotlib, too.
     for module in ("sklearn", "matplotlib.figure"):
         importlib.import_module(module)
 

@@ -21,7 +21,17 @@ from .compare import WORST, error_map, listed_names, padded, worst_errors
 from .meter import LOST
 from .probe import Replayed, Watching
 from .timing import busy, speed_in_words
-from .trial import TIMED_STEPS, Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
+from .trial import (
+    GROWN,
+    TIMED_STEPS,
+    Outcome,
+    Trial,
+    how_to_name,
+    not_repeatable,
+    run_trial,
+    step_errors,
+    warm_up_of,
+)
 
 SCHEMA: Final = "ampx.compare/1"
 # What a comparison on a CPU cannot say.
@@ -37,8 +47,6 @@ ROUNDINGS: Final = 8
 ALIKE: Final = 0.02
 # Below this the ratio of one pair of runs, whose spread is unknown, decides nothing.
 ALONE: Final = 0.5
-# A training diverges whose loss ends so many times larger than it began.
-GROWN: Final = 10.0
 # By so much later gradients may be larger than those at which the loss scale has settled.
 ROOM: Final = 4.0
 _COLUMNS: Final = 6  # watched steps

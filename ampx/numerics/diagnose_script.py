@@ -21,15 +21,12 @@ from .meter import LOST
 from .places import Place, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
 from .tolerance import percent
-from .trial import DIFFERS, Outcome, Trial, run_trial
+from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
 from .tune import kept_in_float32
 
 SCHEMA: Final = "ampx.diagnose/1"
 _LOW: Final = ("float16", "bfloat16")  # in which weights may be stored
 _BEFORE: Final = (1, 2, 4, 8)  # steps before the one that fails, for the map
-# A training diverges whose loss, and what a module makes of a batch of the same size, is so many times larger than
-# before.
-_GROWN: Final = 10.0
 _ALIKE: Final = 4.0  # the largest number of one batch over that of another of the same size
 # Where nothing fails this step is looked at, or the last before it that was not skipped: early, to cost little.
 _HEALTHY: Final = 20
@@ -253,7 +250,7 @@ def _growth(outcome: Outcome, step: int) -> Growth | None:
     factors = {name: later[name] / outputs[name] for name in outputs.keys() & later.keys() if outputs[name]}
     alike = {name: factor for name, factor in factors.items() if _receives_alike(first, last, name)}
     module = max(alike, key=lambda name: alike[name], default="")
-    if not before or loss < _GROWN * before or alike.get(module, 0.0) < _GROWN:
+    if not before or loss < GROWN * before or alike.get(module, 0.0) < GROWN:
         return None
     return Growth(since, alike[module], module, before, loss)
 
@@ -339,7 +336,7 @@ def _fails_after(outcome: Outcome, step: int) -> bool:
 def _diverges_after(outcome: Outcome, step: int) -> bool:
     """Return whether a run in float32 fails behind a step, too, or its loss grows there beyond what it was."""
     largest = max((abs(loss) for loss in outcome.losses[:step] if loss is not None), default=0.0)
-    grows = any(loss is not None and abs(loss) > _GROWN * largest for loss in outcome.losses[step:])
+    grows = any(loss is not None and abs(loss) > GROWN * largest for loss in outcome.losses[step:])
     return grows or _fails_after(outcome, step)
 
 

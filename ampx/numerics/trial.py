@@ -205,6 +205,8 @@ def step_errors(reference: Outcome, low: Outcome, step: int, dtype: str) -> tupl
     return module_errors(reference.unscaled_readings(step), low.unscaled_readings(step), dtype)
 
 
+# A training diverges whose loss, or what a module makes of a batch of the same size, grows so many times larger.
+GROWN: Final = 10.0
 # What a script does whose losses differ from run to run, whatever the precision.
 DIFFERS: Final = (
     "draws other numbers in every run, or goes on from what the run before has written, such as a checkpoint"

@@ -357,12 +357,12 @@ class _ScriptSearch(Search[Outcome]):
             gradients += _gradient_error(low, exact)
             for error in module_errors(exact, low, self.dtype):
                 place = place_of(error)
-                values[place] = min(error, values.get(place, error), key=lambda entry: _chance_aside(entry.error))
+                values[place] = min(error, values.get(place, error), key=lambda entry: _closeness(entry.error))
         errors = list(values.values())
         if self.for_inference:
             outputs = [entry for entry in errors if (entry.module, entry.direction) == (self.output, "forward")]
             return Distance(0.0 if outputs else math.inf, values=outputs)
-        return Distance(self.loss_error(run, reference), min(gradients, key=_chance_aside, default=0.0), errors)
+        return Distance(self.loss_error(run, reference), min(gradients, key=_closeness, default=0.0), errors)
 
     @property
     def beginning(self) -> Distance | None:
@@ -513,8 +513,11 @@ def _before_failing(readings: Sequence[Reading]) -> list[str]:
     return []
 
 
-def _chance_aside(error: float) -> float:
-    """Return by what the deciding one of some steps is the least: what is not finite in one is no chance."""
+def _closeness(error: float) -> float:
+    """Return the key by which `min` finds the step that decides: the closest, or one that is not finite.
+
+    A threshold that was crossed by chance makes no infinity.
+    """
     return -math.inf if math.isinf(error) else error
 
 

@@ -202,7 +202,7 @@ def compared(runner, case, twin):
 
 def _is_true_first(case, first):
     """Return whether a value of a module may be the first that is wrong."""
-    name = re.sub(r"^\w+:(?=.)", "", first["module"])
+    name = within_model(first["module"])
     if not any(case.modules):
         return first["direction"] == "backward"
     inside = any(module and name.startswith(f"{module}.") for module in case.modules)

@@ -189,6 +189,13 @@ def test_what_no_operation_cures_needs_names():
         tuned(Operating(("nobody",)))
 
 
+def between(*operations):
+    """Return readings of operations between modules: their names, what they make, and of what."""
+    return [
+        Reading("", "", name, "forward", 0, "bfloat16", value, inputs, None, "") for name, value, inputs in operations
+    ]
+
+
 class OutsideOfModules(Pretended):
     """Stands for a script in which `mul` between the modules overflows; nobody takes `secret` in a list."""
 
@@ -203,15 +210,9 @@ class OutsideOfModules(Pretended):
         if not trial.watching.operations:
             return outcome
         finite, broken = Stats(4), Stats(4, nonfinite=1)
-        operations = [
-            Reading("", "", name, "forward", 0, "bfloat16", value, inputs, None, "")
-            for name, value, inputs in (
-                ("add", finite, finite),
-                ("secret", broken, finite),
-                ("mul", broken, finite),
-                ("sub", broken, broken),
-            )
-        ]
+        operations = between(
+            ("add", finite, finite), ("secret", broken, finite), ("mul", broken, finite), ("sub", broken, broken)
+        )
         return replace(outcome, readings={1: (*outcome.readings[1], *operations)})
 
 
@@ -232,14 +233,8 @@ class Flushing(OutsideOfModules):
         if not trial.watching.operations:
             return outcome
         whole, flushed = Stats(4), Stats(4, zeros=1)
-        operations = [
-            Reading("", "", name, "forward", 0, "bfloat16", value, inputs, None, "")
-            for name, value, inputs in (
-                ("view", whole, whole),
-                ("_softmax", flushed, whole),
-                ("log", Stats(4, nonfinite=1), flushed),
-            )
-        ]
+        broken = Stats(4, nonfinite=1)
+        operations = between(("view", whole, whole), ("_softmax", flushed, whole), ("log", broken, flushed))
         forward = [entry for entry in outcome.readings[1] if entry.direction == "forward"]
         return replace(outcome, readings={1: (*forward, *operations)})
 

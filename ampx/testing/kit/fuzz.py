@@ -196,7 +196,7 @@ class Block:
 
     @property
     def is_promised(self) -> bool:
-        """Whether the documentation says what comes of it."""
+        """Whether the documentation says what happens then."""
         # With several losses it is unknown which of them left the gradients.
         if any(trainee.doubtful and set(trainee.reference.carried) - {self.loss_id} for trainee in self.receivers):
             return False

@@ -137,7 +137,8 @@ class ModuleWatch(Watcher):
             where, line = self._nodes.get(node._sequence_nr(), (("", ""), ""))
         else:
             line = script_line()
-            # The node of an operation is made before it runs; what makes none, as our reading, takes no other's place.
+            # Autograd makes the node of an operation before this runs. An operation without a node of its own, such as
+            # our reading, finds the node of another one, whose entry stays.
             latest = torch._C._autograd._get_sequence_nr() - 1
             self._nodes.setdefault(latest, (where, line))
         reads = not function.is_view and not (backward and running) and self.watching.watches(where[0])

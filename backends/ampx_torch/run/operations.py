@@ -35,7 +35,7 @@ class _Counter(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.paused:
+        if self.paused or self.ended:
             return result
         name = func._schema.name.rpartition("::")[2]
         if not func.is_view and name not in _IDLE and not name.startswith(("empty", "_local_scalar")):
