@@ -114,10 +114,10 @@ def diagnosed(runner, case, twin):
     if not done.stdout.lstrip().startswith("{"):
         assert "Traceback" not in done.stderr, done.stderr[-3000:]  # a crash is no verdict
         said = " ".join((done.stdout + done.stderr).split())[-600:]
-        if "updates" in case.kinds and not twin and UPDATES.search(said):
-            return "right and curing", said
-        innocent = "precision is innocent" in said and case.float32 == "healthy"
-        return ("wrong" if innocent else "silent"), said
+        loses = "updates" in case.kinds and not twin
+        if "precision is innocent" in said and (loses or case.float32 == "healthy"):
+            return "wrong", said
+        return ("right and curing" if loses and UPDATES.search(said) else "silent"), said
     report = json.loads(done.stdout)
     diagnosis, said = report["diagnosis"], report["verdict"]
     beside = " ".join([*report["mistakes"], *report["notes"], *(risk["text"] for risk in report["risks"])])
