@@ -84,7 +84,7 @@ def test_what_is_shown_without_the_device_is_never_said_to_be_tested():
 def test_what_is_not_supported_stands_beside_its_reason():
     text = reasons_table(make_rows("mine", EVIDENCE))
     assert "| mine | cpu | float16 O1 | the CPU casts nothing. |" in text
-    assert "| mine | gpu | bfloat16 O1, O2, O3 | bfloat16 is not there. |" in text
+    assert "| mine | gpu | bfloat16 O1–O3 | bfloat16 is not there. |" in text
     assert "| mine | cpu | float32 O0, distributed | one process only. |" in text
     assert "| mine | gpu, compiled | float16 O1 | nothing casts compiled code. |" in text
     assert "O0 computes in float32." not in text

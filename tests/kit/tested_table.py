@@ -122,8 +122,9 @@ def reasons_table(rows: Iterable[Row]) -> str:
                 levels.append(row.level)
     lines = [_line("framework", "device", "not supported", "why"), _line(*["---"] * 4)]
     for (framework, device, reason), cells in refused.items():
-        parts = [f"{dtype} {', '.join(levels)}{what}" for (dtype, what), levels in cells.items()]
-        lines.append(_line(framework, device, "; ".join(parts), " ".join(reason.split())))
+        parts = [f"{dtype} {_listed(levels)}{what}" for (dtype, what), levels in cells.items()]
+        why, *_ = " ".join(reason.split()).split(" Choose ")  # an error also says what to do
+        lines.append(_line(framework, device, "; ".join(parts), why))
     return "\n".join(lines)
 
 
@@ -151,8 +152,13 @@ def _summary(rows: list[Row], dtypes: list[str], aspect: str) -> str:
             whole = level == "O0" or set(having) == set(dtypes)
             levels += [level] if whole else [f"{dtype} {level}" for dtype in having]
         if levels:
-            parts.append(f"{status}: {', '.join(levels)}")
+            parts.append(f"{status}: {_listed(levels)}")
     return "; ".join(parts) or "no"
+
+
+def _listed(levels: list[str]) -> str:
+    """Return the levels with commas, and a row of three or more as a range."""
+    return f"{levels[0]}–{levels[-1]}" if " ".join(levels) in "O0 O1 O2 O3" and len(levels) > 2 else ", ".join(levels)
 
 
 def _line(*cells: str) -> str:
