@@ -129,21 +129,26 @@ def reasons_table(rows: Iterable[Row]) -> str:
 
 
 def compact_table(rows: Iterable[Row]) -> str:
-    """Return one line for each device: for every aspect, at which levels it is shown, and how, or declared."""
+    """Return one line for each device: for every aspect the levels at which it is shown as most are, or how else."""
     by_device: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.supported:
             by_device.setdefault((row.framework, row.device), []).append(row)
-    lines = [_line("framework", "device", "dtypes", *ASPECTS), _line(*["---"] * (3 + len(ASPECTS)))]
+    lines = [_line("framework", "device", "dtypes", "shown", *ASPECTS), _line(*["---"] * (4 + len(ASPECTS)))]
     for (framework, device), rows_of_device in by_device.items():
         dtypes = list(dict.fromkeys(row.dtype for row in rows_of_device if row.dtype != "float32"))
-        cells = [_summary(rows_of_device, dtypes, aspect) for aspect in ASPECTS]
-        lines.append(_line(framework, device, ", ".join(dtypes) or "none", *cells))
+        cells = [_levels(rows_of_device, dtypes, aspect) for aspect in ASPECTS]
+        words = [status for levels in cells for status in levels]
+        usual = max((*_SHOWN, "declared"), key=words.count)
+        lines.append(
+            _line(framework, device, ", ".join(dtypes) or "none", usual, *(_summary(levels, usual) for levels in cells))
+        )
     return "\n".join(lines)
 
 
-def _summary(rows: list[Row], dtypes: list[str], aspect: str) -> str:
-    parts = []
+def _levels(rows: list[Row], dtypes: list[str], aspect: str) -> dict[str, list[str]]:
+    """Return the levels at which an aspect has each status that says that it is there."""
+    levels_of = {}
     for status in (*_SHOWN, "declared"):
         matching = [row for row in rows if row.statuses[aspect] == status]
         levels = []
@@ -152,7 +157,12 @@ def _summary(rows: list[Row], dtypes: list[str], aspect: str) -> str:
             whole = level == "O0" or set(having) == set(dtypes)
             levels += [level] if whole else [f"{dtype} {level}" for dtype in having]
         if levels:
-            parts.append(f"{status}: {_listed(levels)}")
+            levels_of[status] = levels
+    return levels_of
+
+
+def _summary(levels_of: Mapping[str, list[str]], usual: str) -> str:
+    parts = [f"{'' if status == usual else f'{status}: '}{_listed(levels)}" for status, levels in levels_of.items()]
     return "; ".join(parts) or "no"
 
 
