@@ -85,8 +85,9 @@ def softmax_in_float16(script: Script) -> Iterator[Place]:
 def _sets_mixed_float16(script: Script, call: ast.Call) -> bool:
     """Return whether a call sets the policy, which is passed by its name or as `Policy("mixed_float16")`."""
     sets = any(name.rpartition(".")[2] in _POLICIES for name in script.names(call.func))
-    made = [argument for value in call.args if sets for maker in script.makers(value) for argument in maker.args]
-    return sets and any(constant(value) == "mixed_float16" for value in (*call.args, *made))
+    makers = [maker for value in call.args if sets for maker in script.makers(value)]
+    names = [*call.args, *(argument for maker in makers for argument in maker.args)]
+    return sets and any(constant(name) == "mixed_float16" for name in names)
 
 
 def _activation(script: Script, call: ast.Call) -> ast.expr | None:

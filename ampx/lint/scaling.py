@@ -336,21 +336,17 @@ def _entered_as(script: Script, name: str) -> set[str]:
 def scale_not_saved(script: Script) -> Iterator[Place]:
     """A checkpoint holds the optimizer and not the loss scale."""
     own = [text for text, call in script.scalers.items() if call is not None and not _is_off(call)]
-    if not own and not script.calls_of({"apex.amp.initialize"}):
+    scaler = own[0] if own else "amp" if script.calls_of({"apex.amp.initialize"}) else None
+    if scaler is None or _saves_scale(script, own) or any(script.leaves(text, _keeps_state) for text in own):
         return
-    if _saves_scale(script, own) or any(script.leaves(text, _keeps_state) for text in own):
-        return
-    scaler = own[0] if own else "amp"
-    for call in script.calls:
-        for saved in (*call.args, *keywords(call).values()) if "save" in called_name(call) else ():
-            for state in _saved_states(script, saved):
-                optimizer = dotted(receiver(state)) or ""
-                if _OPTIMIZER.search(optimizer):
-                    yield (
-                        state,
-                        f"the checkpoint holds `{optimizer}` and not `{scaler}`: a run that is resumed begins with "
-                        f"another loss scale; save `{scaler}.state_dict()`, too",
-                    )
+    for state in _saved_states(script):
+        optimizer = dotted(receiver(state)) or ""
+        if _OPTIMIZER.search(optimizer):
+            yield (
+                state,
+                f"the checkpoint holds `{optimizer}` and not `{scaler}`: a run that is resumed begins with another "
+                f"loss scale; save `{scaler}.state_dict()`, too",
+            )
 
 
 def _keeps_state(function: str) -> bool:
@@ -363,12 +359,19 @@ def _saves_scale(script: Script, scalers: Sequence[str]) -> bool:
     return re.search(rf"\b({names})\b\.state_dict\(", script.source.text) is not None
 
 
-def _saved_states(script: Script, saved: ast.expr) -> list[ast.Call]:
-    """Return the calls of `state_dict` in what is saved."""
-    origins = script.flow.origins(saved) if isinstance(saved, ast.Name) else None
-    values = [saved] if origins is None else [origin.value for origin in origins if origin.value is not None]
-    inner = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
-    return [call for call in inner if called_name(call) == "state_dict"]
+def _saved_states(script: Script) -> Iterator[ast.Call]:
+    """Yield the calls of `state_dict` in what functions that save something are passed."""
+    for call in script.calls:
+        passed = [*call.args, *keywords(call).values()] if "save" in called_name(call) else []
+        for value in (value for saved in passed for value in _values(script, saved)):
+            calls = (node for node in ast.walk(value) if isinstance(node, ast.Call))
+            yield from (inner for inner in calls if called_name(inner) == "state_dict")
+
+
+def _values(script: Script, node: ast.expr) -> list[ast.expr]:
+    """Return what a name was assigned, as far as that is known; any other expression as it is."""
+    origins = script.flow.origins(node) if isinstance(node, ast.Name) else None
+    return [node] if origins is None else [origin.value for origin in origins if origin.value is not None]
 
 
 def _is_off(call: ast.Call | None) -> bool:

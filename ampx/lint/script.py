@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
@@ -239,16 +239,20 @@ class Script:
                 text = dotted(target)
                 if text is not None:
                     scalers[text] = call
-        backward = [call for call in self.calls if called_name(call) == "backward"]
-        scaled = [receiver(call) for call in backward]  # `scaler.scale(loss).backward()` is nothing else
-        names = {(self.program.function(call), dotted(receiver(call))) for call in backward}
-        for assign in self.program.every(ast.Assign) if names else ():
-            if any((self.program.function(assign), dotted(target)) in names for target in assign.targets):
-                scaled.append(assign.value)
-        for text in map(_scaler_of, scaled):
+        for loss in self._backward_losses():  # `scaler.scale(loss).backward()` is nothing else
+            text = _scaler_of(loss)
             if text is not None:
                 scalers.setdefault(text, None)
         return scalers
+
+    def _backward_losses(self) -> Iterator[ast.expr | None]:
+        """Yield what `backward` is called of, and what a name of that was assigned in the same function."""
+        backward = [call for call in self.calls if called_name(call) == "backward"]
+        yield from map(receiver, backward)
+        names = {(self.program.function(call), dotted(receiver(call))) for call in backward}
+        for assign in self.program.every(ast.Assign) if names else ():
+            if any((self.program.function(assign), dotted(target)) in names for target in assign.targets):
+                yield assign.value
 
     @cached_property
     def events(self) -> dict[ast.AST, list[Event]]:
