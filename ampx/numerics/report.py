@@ -336,7 +336,7 @@ def _draw_ranges(report: Mapping[str, Any]) -> Any:
     axes.set_yticks(range(len(names)), [page.plain_label(name or "the model") for name in names], fontsize=7)
     axes.invert_yaxis()
     axes.set_title(
-        f"magnitudes of {what} in float32, other than zero; "
+        f"magnitudes of {what} in float32, other than zero;\n"
         f"dotted: the smallest and the largest number of {report['dtype']}; red: where it first fails",
         fontsize=9,
     )
