@@ -134,7 +134,7 @@ def _look_at(
     )
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
-    notes += _lost_updates(low, step)
+    notes += lost_updates(low)
     agreement = _agreement(low_step, exact_step, dtype, scale)
     look = _Look(step, what, low, exact_step.readings, diagnosis, agreement)
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
@@ -390,7 +390,7 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
     return f"{module} is off by {apart.error:.2g} of its norm, where rounding explains {apart.bound:.2g}"
 
 
-def _lost_updates(outcome: Outcome, step: int) -> list[str]:
+def lost_updates(outcome: Outcome) -> list[str]:
     """Return a sentence for each optimizer whose updates of weights in low precision are rounded away."""
     sentences = []
     for meter in outcome.run["meters"]:
@@ -399,7 +399,7 @@ def _lost_updates(outcome: Outcome, step: int) -> list[str]:
         if low and unchanged > LOST * moved:
             share, dtype = percent(unchanged / moved), low[0]["dtype"]
             sentences.append(
-                f"{share} of the updates of weights in {dtype} were rounded away in step {step}, by "
+                f"{share} of the updates of weights in {dtype} were rounded away in step {meter['last']['step']}, by "
                 f"{meter['optimizer']}: they are smaller than what lies between two numbers of {dtype}. To store the "
                 f"weights in float32 may cure it, and was not tried."
             )

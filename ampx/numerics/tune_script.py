@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -27,10 +27,13 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import FLOAT32, Seen, fitting_scale, scaled
+from .causes import find_fault
 from .compare import ModuleError, error_map, module_errors, relative_error
+from .cures import low_operation
+from .diagnose_script import lost_updates
 from .journal import Journal, digest_of
 from .operations import failing
-from .places import key_of
+from .places import cast_by_hand, key_of, of_the_step
 from .probe import Reading, Replayed, Watching
 from .template import Imported
 from .timing import busy
@@ -129,7 +132,7 @@ class _ScriptSearch(Search[Outcome]):
         self.seconds: list[float] = []  # of the runs so far
         self.imported: Imported | None = None  # by the first
         self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES, times=times)
-        settings = replace(trial.settings, dtype=FLOAT32.dtype, watched=True)
+        settings = replace(trial.settings, dtype=FLOAT32.dtype, watched=True, meter_every=_DECIDING[-1])
         last = trial.steps or 1
         self.watched = tuple(sorted({*_DECIDING, (1 + last) // 2, last}))  # the others are for the map
         self.wide = replace(trial, settings=settings, watched=_DECIDING, watching=replace(self.watching, times=False))
@@ -145,6 +148,8 @@ class _ScriptSearch(Search[Outcome]):
             raise TrialError(_nothing_watched(trial, self.reference))
         super().__init__(for_inference, readings)
         self.framework, self.device = (str(self.reference.run[name]) for name in ("framework", "device"))
+        if not for_inference:
+            self.check_by_hand()
 
     def _whole(self) -> Trial:
         """Return the run in float32 that tells of all steps for the map."""
@@ -199,11 +204,36 @@ class _ScriptSearch(Search[Outcome]):
                 faults[step] = f"its loss is {loss:g}"
         if faults:
             first = min(faults)
-            raise TrialError(
-                f"{self.trial.program.name} fails in float32 itself: {faults[first]} in step {first}, which no "
-                f"choice of modules cures; accepted: a script that trains in float32. `ampx diagnose` says where it "
-                f"fails."
-            )
+            self._fails_in_float32(f"{faults[first]} in step {first}.")
+
+    def check_by_hand(self) -> None:
+        """Raise where the script itself casts to what cannot hold it: no choice of modules reaches that.
+
+        Raises:
+            TrialError: A value is not finite, or updates of weights are lost, in float32 as well.
+        """
+        lost = lost_updates(self.reference)
+        if lost:
+            self._fails_in_float32(lost[0])
+        if cast_by_hand(self.reference.readings[1]) is None or self.simulated:
+            return
+        wide = self.seen(None)
+        fault = find_fault(wide, wide, FLOAT32.dtype, 1.0)
+        if fault is not None and fault.by_hand:
+            self._fails_in_float32(f"{fault.why}.")
+
+    def _fails_in_float32(self, why: str) -> NoReturn:
+        raise TrialError(
+            f"{self.trial.program.name} fails in float32 itself, and no choice of modules cures that: {why} Accepted: "
+            f"a script that trains in float32. `ampx diagnose` says where it fails."
+        )
+
+    def look(self, kept: Kept | None) -> Seen:
+        looks = {"watched": (1,), "steps": 1, "watching": replace(self.watching, operations=True, times=False)}
+        run = self.run(replace(self.wide, **looks) if kept is None else self.low(kept, **looks))
+        loss = run.losses[0] if run.losses else math.nan
+        readings = of_the_step(run.readings.get(1, ()))
+        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, bool(run.skipped))
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
         """Return what the operations of the first step compute in float32."""
@@ -368,20 +398,17 @@ class _ScriptSearch(Search[Outcome]):
     def beginning(self) -> Distance | None:
         return None if self.first.raised else self.distance(self.first)
 
-    def _read_operations(self) -> tuple[Reading, ...]:
-        watching = Watching(self.dtype, operations=True)
-        return self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ())
-
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
         # That takes two runs: only where a module's values are not finite.
         broken = any(math.isinf(error) for name in modules for error in self.worst.get(name, {}).values())
-        return failing(self._read_operations()) if broken and not self.simulated else ()
+        return failing(self.seen(NOTHING).readings) if broken and not self.simulated else ()
 
     def smallest_operations(self) -> frozenset[str] | None:
         if self.simulated:
             return None
-        readings = self._read_operations()
-        names = tuple(dict.fromkeys((*failing(readings), *_before_failing(readings))))
+        readings, fault = self.seen(NOTHING).readings, self.fault(NOTHING)
+        low = None if fault is None or fault.position is None else low_operation(fault.readings, fault.position)
+        names = tuple(filter(None, dict.fromkeys((*failing(readings), *_before_failing(readings), low))))
         alone = next((name for name in names if self.passes(Kept(operations=frozenset({name})))), None)
         if alone is not None:
             return frozenset({alone})
@@ -438,7 +465,9 @@ class _ScriptSearch(Search[Outcome]):
             why = _nothing_watched(self.trial, self.reference)
             raise TrialError(f"{reason}, and no list of operations cures that: {why}")
         which = " but with the whole model in float32" if whole else ", and no module that was tried in it cures that"
-        return in_float32(f"{reason}{which}", agrees=False)
+        fault = None if self.simulated else self.fault(NOTHING)
+        first = "" if fault is None else f"; {fault.why}"
+        return in_float32(f"{reason}{which}{first}", agrees=False)
 
     def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:
         # In the first step much is made that later steps find ready.
