@@ -261,6 +261,7 @@ class TrialObserver:
             fault=self.fault,
             watches=any(find_offer(backend, Probe) is not None for _, backend in began),
             native=tuple(sorted(native)),
+            prepare_finds_modules=any(backend.prepare_finds_modules for _, backend in began),
             ended_early=self.ended_early,
             notes=tuple(self.notes),
             mistakes=tuple(self.mistakes),

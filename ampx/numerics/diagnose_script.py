@@ -129,9 +129,9 @@ def _look_at(
     # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
     fails = isinstance(low_step, Refusal) or not low_step.finite
     growth = _growth(low if dtype == "float32" else runs.whole(), step) if fails else None
-    diagnosis = examined(
-        exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth, runs.compared
-    )
+    failing = exact_step if reference is low else low_step
+    finds = low.prepare_finds_modules
+    diagnosis = examined(failing, exact_step, dtype, scale, runs.changed, growth, runs.compared, finds)
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     notes += lost_updates(low)

@@ -108,6 +108,7 @@ class Outcome:
             none.
         watches: The backend can watch modules.
         native: The low-precision dtypes that the device computes in hardware, whatever `"auto"` chooses there.
+        prepare_finds_modules: As in `ampx.Backend`.
         ended_early: The script was ended after the steps that were asked for.
         notes: What could not be observed.
         mistakes: What the script itself does wrong, with its lines.
@@ -128,6 +129,7 @@ class Outcome:
     fault: tuple[int, str] | None = None
     watches: bool = False
     native: tuple[str, ...] = ()
+    prepare_finds_modules: bool = False
     ended_early: bool = False
     notes: tuple[str, ...] = ()
     mistakes: tuple[str, ...] = ()

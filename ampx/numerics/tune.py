@@ -628,8 +628,8 @@ def at_fault(search: Search[Any], kept: Kept) -> Kept:
     """Put what fails in the place of modules that only hand float32 on to it.
 
     Without such a module a value behind it fails in low precision, and with it float32 computes that value. What
-    computes it is tried instead: its module, or where that has no name its operation. Where that does not do, the module
-    stays, and is said to be there for something else.
+    computes it is tried instead: its module, or where that has no name its operation. Where that does not do, the
+    module stays, and its reason says what it is for.
     """
     for name in [] if search.simulated else sorted(kept.modules):
         place = _behind(search, kept, name) if name in kept.modules else None

@@ -10,14 +10,14 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from ampx.backend import MODULE, module_patterns
+from ampx.backend import MODULE, module_patterns, prepare_line
 from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.formats import FORMATS, find_digits, find_format
 from ampx.policy import PolicyFile, normalise_dtype
@@ -125,10 +125,10 @@ class _ScriptSearch(Search[Outcome]):
         times: bool,
         run: Callable[[Trial], Outcome],
         progress: Callable[[str, int | None], Any],
-        journal: Path | None,
+        journal: Journal,
     ) -> None:
         self.trial, self.dtype, self.simulated = trial, dtype, simulated
-        self.run_trial, self.progress, self.journal = run, progress, Journal(journal)
+        self.run_trial, self.progress, self.journal = run, progress, journal
         self.seconds: list[float] = []  # of the runs so far
         self.imported: Imported | None = None  # by the first
         self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES, times=times)
@@ -204,7 +204,7 @@ class _ScriptSearch(Search[Outcome]):
                 faults[step] = f"its loss is {loss:g}"
         if faults:
             first = min(faults)
-            self._fails_in_float32(f"{faults[first]} in step {first}.")
+            self._fails_in_float32(f"{faults[first]} in step {first}")
 
     def check_by_hand(self) -> None:
         """Raise where the script itself casts to what cannot hold it: no choice of modules reaches that.
@@ -214,18 +214,18 @@ class _ScriptSearch(Search[Outcome]):
         """
         lost = lost_updates(self.reference)
         if lost:
-            self._fails_in_float32(lost[0])
+            self._fails_in_float32(lost[0].partition(". ")[0])
         if cast_by_hand(self.reference.readings[1]) is None or self.simulated:
             return
         wide = self.seen(None)
         fault = find_fault(wide, wide, FLOAT32.dtype, 1.0)
         if fault is not None and fault.by_hand:
-            self._fails_in_float32(f"{fault.why}.")
+            self._fails_in_float32(fault.why)
 
     def _fails_in_float32(self, why: str) -> NoReturn:
         raise TrialError(
-            f"{self.trial.program.name} fails in float32 itself, and no choice of modules cures that: {why} Accepted: "
-            f"a script that trains in float32. `ampx diagnose` says where it fails."
+            f"{self.trial.program.name} fails in float32 itself: {why}, which no choice of modules cures; accepted: a "
+            f"script that trains in float32. `ampx diagnose` says where it fails."
         )
 
     def look(self, kept: Kept | None) -> Seen:
@@ -269,7 +269,7 @@ class _ScriptSearch(Search[Outcome]):
         """Return the verdicts of a search for the same that was interrupted."""
         program, trial = self.trial.program, self.trial
         asked = {name: getattr(trial, name) for name in ("seed", "steps", "framework")}
-        script = {"name": program.name, "arguments": program.arguments, "digest": digest_of(program.name)}
+        script = {"name": program.name, "arguments": program.arguments, "digest": digest_of(Path(program.name))}
         verdicts = self.journal.begin(
             {
                 **asked,
@@ -406,13 +406,22 @@ class _ScriptSearch(Search[Outcome]):
     def smallest_operations(self) -> frozenset[str] | None:
         if self.simulated:
             return None
-        readings, fault = self.seen(NOTHING).readings, self.fault(NOTHING)
+        names: dict[str, None] = {}
+        for name in self._likely_operations():
+            names[name] = None
+            if self.passes(Kept(operations=frozenset({name}))):
+                return frozenset({name})
+        return minimal([*names], lambda names: bool(names) and self.passes(Kept(operations=names)))
+
+    def _likely_operations(self) -> Iterator[str]:
+        """Walk over the operations that may be at fault; at last, for float32 is asked for it, that which loses digits."""
+        readings = self.seen(NOTHING).readings
+        yield from failing(readings)
+        yield from _before_failing(readings)
+        fault = self.fault(NOTHING)
         low = None if fault is None or fault.position is None else low_operation(fault.readings, fault.position)
-        names = tuple(filter(None, dict.fromkeys((*failing(readings), *_before_failing(readings), low))))
-        alone = next((name for name in names if self.passes(Kept(operations=frozenset({name})))), None)
-        if alone is not None:
-            return frozenset({alone})
-        return minimal(names, lambda names: bool(names) and self.passes(Kept(operations=names)))
+        if low is not None:
+            yield low
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         patterns = filter(None, kept_in_float32(kept.modules, self.modules))
@@ -575,6 +584,8 @@ def tune_script(
     run: Callable[[Trial], Outcome] = run_trial,
     progress: Callable[[str, int | None], Any] = lambda text, left: None,
     journal: Path | None = None,
+    checkpoint: Path | None = None,
+    out: str = "ampx.toml",
 ) -> tuple[TunedPolicy, dict[str, Any]]:
     """Return the policy, and the report, whose layout docs/reference/json.md tells.
 
@@ -592,6 +603,8 @@ def tune_script(
         run: Runs a trial.
         progress: Is called with what is done now, and how many runs are left, this one included; None: not known.
         journal: A file in which runs are noted until there is an answer: a search that was interrupted goes on.
+        checkpoint: What every run starts from, where `run` sees to that: a search from another does not go on.
+        out: What the policy file will be called.
 
     Raises:
         TrialError: A run in float32 failed, or the backend cannot watch modules.
@@ -603,17 +616,18 @@ def tune_script(
     dtype, why = what_if or settings.dtype, "float32 was asked for"
     if what_if is None and dtype != "auto":
         dtype = normalise_dtype(dtype)
-    search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress, journal)
+    notes = Journal(journal, digest_of(checkpoint))
+    search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress, notes)
     if dtype == "auto":
         dtype, why = _chosen(run(replace(trial, steps=1)))
     search.begin(dtype, tolerance)
     if dtype == FLOAT32.dtype:
         why = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
         policy = search.policy(**in_float32(why))
-        return policy, _report(search, policy)
+        return policy, _report(search, policy, out)
     policy = searched(search, repeats if timed else 0)
     search.journal.end()
-    report = _report(search, policy)
+    report = _report(search, policy, out)
     report["notes"] += [*(disturbance if policy.agrees else []), *_remarks(search, policy, report["exclusions"])]
     return policy, report
 
@@ -708,9 +722,9 @@ def _counted(policy: TunedPolicy) -> str:
     return f"{shown} and {counted}" if policy.modules else counted
 
 
-def _report(search: _ScriptSearch, policy: TunedPolicy) -> dict[str, Any]:
-    trial = search.trial
-    file = policy.file
+def _report(search: _ScriptSearch, policy: TunedPolicy, out: str) -> dict[str, Any]:
+    trial, file = search.trial, policy.file
+    prepare = prepare_line((*file.allow, *file.deny), search.reference.prepare_finds_modules)
     if policy.dtype == FLOAT32.dtype:
         verdict = f"Stay in float32: {policy.reasons['dtype']}."
         if not policy.enabled:
@@ -728,6 +742,7 @@ def _report(search: _ScriptSearch, policy: TunedPolicy) -> dict[str, Any]:
         "runs": search.runs,
         "policy": policy.to_json(),
         "file": file.text(),
+        "lines": [] if search.simulated else [f"amp = ampx.init(policy={out!r})", *prepare],
         "exclusions": list(exclusions(policy)) if search.for_inference else [],
         **{name: {dtype: run[name] for dtype, run in runs.items()} for name in ("losses", "losses_of")},
         "map": error_map(search.errors),
