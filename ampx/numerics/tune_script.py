@@ -414,7 +414,7 @@ class _ScriptSearch(Search[Outcome]):
         return minimal([*names], lambda names: bool(names) and self.passes(Kept(operations=names)))
 
     def _likely_operations(self) -> Iterator[str]:
-        """Walk over the operations that may be at fault; at last, for float32 is asked for it, that which loses digits."""
+        """Walk over the operations that may be at fault, at last that which loses digits: it takes a run in float32."""
         readings = self.seen(NOTHING).readings
         yield from failing(readings)
         yield from _before_failing(readings)

@@ -141,7 +141,7 @@ def test_a_search_goes_on_from_the_same_checkpoint_only(tmp_path, folder):
 
     whole = Pretended(sensitive)
     tuned(whole)
-    assert runs_after("one", "one") < whole.runs - 4
+    assert runs_after("one", "one") < whole.runs
     assert runs_after("one", "two") == whole.runs
 
 
@@ -360,7 +360,9 @@ class CastByHand(Pretended):
     def __call__(self, trial):
         outcome = super().__call__(trial)
         cast = Reading("layer5", "Linear", "", "forward", 1, "float16", Stats(4), Stats(4))
-        operation = Reading("layer5", "Linear", "pow", "forward", 0, "float16", self.value, Stats(4), None, "a.py:3")
+        operation = Reading(
+            "layer5", "Linear", "pow", "forward", 0, "float16", self.value, Stats(4), None, None, "a.py:3"
+        )
         more = [operation] if trial.watching.operations else []
         readings = {step: among(entries, cast, *more) for step, entries in outcome.readings.items()}
         return replace(outcome, readings=readings)
@@ -414,7 +416,7 @@ def test_what_nothing_cures_is_said_with_the_place_where_it_fails():
             outcome = super().__call__(trial)
             low = trial.settings.dtype != "float32"
             value = Stats(4, nonfinite=4) if low else Stats(4, largest=1e39)
-            operation = Reading("", "", "secret", "forward", 0, "bfloat16", value, Stats(4), None, "a.py:7")
+            operation = Reading("", "", "secret", "forward", 0, "bfloat16", value, Stats(4), None, None, "a.py:7")
             losses = (math.inf, math.inf) if low else outcome.losses
             return replace(outcome, losses=losses, readings={1: among(outcome.readings[1], operation)})
 
