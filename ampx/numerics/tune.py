@@ -941,7 +941,8 @@ def tune(
     One batch is computed again and again, with other modules in float32 each time: first so that loss and gradients
     agree with float32's and all is finite, then so that no time is lost. Nothing is stepped. Of `n` modules of which
     `k` must stay in float32 the search takes at most `2 k log2(n) + 10 + k` replays; in the last `k` each module is
-    left out once, and its `reason` says what happens then. A replay that raises has failed like any other.
+    left out once, and its `reason` says what happens then. A few more look at operations: what fails behind a module
+    that only hands float32 on to it is kept in its place. A replay that raises has failed like any other.
 
     Args:
         step: A function that takes the model and returns the loss of one batch, without a backward.

@@ -229,8 +229,9 @@ class _ScriptSearch(Search[Outcome]):
         )
 
     def look(self, kept: Kept | None) -> Seen:
-        looks = {"watched": (1,), "steps": 1, "watching": replace(self.watching, operations=True, times=False)}
-        run = self.run(replace(self.wide, **looks) if kept is None else self.low(kept, **looks))
+        watching = replace(self.watching, operations=True, times=False)
+        trial = self.wide if kept is None else self.low(kept, watched=(1,))
+        run = self.run(replace(trial, watched=(1,), steps=1, watching=watching))
         loss = run.losses[0] if run.losses else math.nan
         readings = of_the_step(run.readings.get(1, ()))
         return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, bool(run.skipped))
@@ -260,10 +261,13 @@ class _ScriptSearch(Search[Outcome]):
         self.errors = {step: step_errors(self.reference, self.first, step, dtype) for step in self.watched}
         self.order = self._order()
         self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
+        self.broken_outputs: set[str] = set()
         for step, errors in self.errors.items():
             for entry in errors:
                 own = self.worst.setdefault(entry.module, {})
                 own[step] = max(entry.error, own.get(step, 0.0))
+                if entry.direction == "forward" and math.isinf(entry.error):
+                    self.broken_outputs.add(entry.module)
 
     def _known(self, tolerance: float | None) -> dict[Kept, str]:
         """Return the verdicts of a search for the same that was interrupted."""
@@ -459,7 +463,8 @@ class _ScriptSearch(Search[Outcome]):
             return f"not reached in {self.dtype}"
         broken = next((step for step, error in errors.items() if math.isinf(error)), None)
         if broken is not None:
-            return f"not finite in {self.dtype} in step {broken}"
+            of_gradient = "" if name in self.broken_outputs else "its gradient is "
+            return f"{of_gradient}not finite in {self.dtype} in step {broken}"
         first = errors.get(1, 0.0)
         last = max(errors, key=lambda step: errors[step], default=1)
         later = f", {errors[last]:.2g} in step {last}" if last > 1 and errors[last] > 2 * first else ""
