@@ -23,9 +23,9 @@ from ampx.session import listed
 
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, in_one_line, plain, scaled
 from .causes import Fault, find_fault
-from .compare import Comparison, ModuleError, check_tolerance, compared, module_errors, unscaled, worst_errors
+from .compare import Comparison, ModuleError, bound, check_tolerance, compared, module_errors, unscaled, worst_errors
 from .operations import failing, family
-from .places import Place, is_low, key_of
+from .places import Place, error_of, is_low, key_of
 from .probe import Reading, Replayed, Step, Watching
 from .timing import speed_in_words
 from .tolerance import RESOLUTION, Distance, Tolerance, by_count, by_rounding, percent, rounding, with_joined_gradients
@@ -632,25 +632,34 @@ def at_fault(search: Search[Any], kept: Kept) -> Kept:
     module stays, and its reason says what it is for.
     """
     for name in [] if search.simulated else sorted(kept.modules):
-        place = _behind(search, kept, name) if name in kept.modules else None
-        if place is None:
+        fault = _behind(search, kept, name) if name in kept.modules else None
+        if fault is None or fault.place is None:
             continue
+        place = fault.place
         instead = _with_place(search, kept, name, place)
         if instead is not None and search.passes(instead):
             kept = each_needed(search, instead)
-        else:
+        elif not fault.cancels and fault.kind not in ("flush", "digits"):  # which the module may have rounded away
             search.hands_on[name] = f"what fails behind it, in the {Place.of(place)}"
     return kept
 
 
-def _behind(search: Search[Any], kept: Kept, name: str) -> Reading | None:
-    """Return what fails without a module, outside of it, and is computed in float32 with it; None for nothing."""
+def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
+    """Return what fails without a module, outside of it, and is computed in float32 with it; None for nothing.
+
+    None, too, if something that the module has returned before is wrong already.
+    """
     fault = search.fault(kept.without(name))
     place = None if fault is None else fault.place
-    if place is None or not is_low(place) or name == place.module or inside(place.module, name):
+    if fault is None or place is None or not is_low(place) or name == place.module or inside(place.module, name):
+        return None
+    exact = {key_of(entry): entry for entry in search.seen(None).readings}
+    before = enumerate(fault.readings[: fault.position])
+    own = ((at, entry) for at, entry in before if entry.module == name and not entry.operation)
+    if any(error_of(entry, exact.get(key_of(entry))) > bound(search.dtype, at) for at, entry in own):
         return None
     now = next((entry for entry in search.seen(kept).readings if key_of(entry) == key_of(place)), place)
-    return None if is_low(now) else place
+    return None if is_low(now) else fault
 
 
 def _with_place(search: Search[Any], kept: Kept, name: str, place: Reading) -> Kept | None:

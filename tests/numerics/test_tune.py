@@ -602,3 +602,18 @@ def test_arguments_out_of_range_are_refused():
     with pytest.raises(ampx.UnsupportedDtypeError):
         ampx.tune(step, layers(1, ()), framework="toy", what_if="bfloat16")
     assert ampx.tune(step, layers(1, ()), framework="toy", dtype="float32").level == "O0"
+
+
+def test_a_module_is_not_replaced_whose_own_output_is_wrong_before():
+    search = ShieldedSearch()
+    see = search.look
+
+    def look(kept):
+        first, *rest = see(kept).readings
+        value = 1.0 if kept is None else 1.5
+        return replace(see(kept), readings=(replace(first, sample=np.full(4, value, np.float32)), *rest))
+
+    search.look = look
+    kept = Kept(frozenset({"first"}))
+    assert at_fault(search, kept) == kept
+    assert search.hands_on == {}
