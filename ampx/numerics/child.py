@@ -221,11 +221,11 @@ class TrialObserver:
         run.recorder.takes_gradients = take if step in self.trial.gradients else None
 
     def _watch(self, backend: Backend, step: int) -> None:
-        """Watch a step, operations only in the last of those that are watched: they cost most."""
+        """Watch a step, operations in few of those that are watched: they cost most."""
         probe = find_offer(backend, Probe)
         if probe is not None:
             watching = self.trial.watching
-            operations = watching.operations and step == max(self.trial.watched)
+            operations = watching.operations and step in (self.trial.operations_in or (max(self.trial.watched),))
             times = watching.times and not probe.watches_uncompiled
             watching = replace(watching, operations=operations, times=times)
             self._watches.append(self._watching.enter_context(probe.watch(None, watching)))

@@ -62,7 +62,8 @@ class Trial:
             first of them.
         block: So many steps are timed together, and the device is waited for at their end.
         watched: Steps, from 1, in which modules are watched.
-        watching: What is looked at there; operations in the last of these steps only.
+        watching: What is looked at there.
+        operations_in: The steps of these in which operations are looked at; empty for the last.
         float32: Steps, from 2, in which casting is off.
         forced: By pattern of names of modules, the dtype to force them into during the whole run.
         gradients: Steps in which the gradients of parameters are sampled.
@@ -82,6 +83,7 @@ class Trial:
     block: int = 1
     watched: tuple[int, ...] = ()
     watching: Watching = field(default_factory=Watching)
+    operations_in: tuple[int, ...] = ()
     float32: tuple[int, ...] = ()
     forced: Mapping[str, str] = field(default_factory=dict)
     gradients: tuple[int, ...] = ()
