@@ -233,9 +233,16 @@ def _notes(
     notes = list(dict.fromkeys(note for outcome in outcomes for note in outcome.notes))
     if any(_is_nameless(facts, timed) for facts in compared.items()):
         notes.append(_nameless(reference))
+    notes += [_of_fault(name, facts["fault"]) for name, facts in compared.items() if facts["fault"]]
     if any(facts["float32_parts_at"] for facts in compared.values()):
         notes.append(not_repeatable(program))
     return [*notes, _ON_CPU] if reference.run["device"] == "cpu" else notes
+
+
+def _of_fault(name: str, fault: Mapping[str, Any]) -> str:
+    """Return what fails in a dtype, and what was seen to cure it."""
+    cure = f" Cure, tried: {fault['cure']}." if fault["cure"] else ""
+    return f"{name}, step {fault['step']}: {fault['kind']}: {fault['why']}{cure}"
 
 
 def _sweep_point(
@@ -276,7 +283,7 @@ def _timed_runs(
     chosen: dict[str, str] = {}  # by what was asked for, "auto" say
     for repeat in range(repeats):
         if repeat == 1:  # the memory of the first runs is what counts, and theirs alone
-            trial = replace(trial, shares_compiled=True, imported=outcomes[REFERENCE][0].imported)
+            trial = replace(trial, shares_compiled=True)
         for asked in sorted((REFERENCE, *dtypes), key=lambda name: name != "auto"):
             if asked in failed:
                 continue
@@ -295,6 +302,7 @@ def _timed_runs(
                 if not others:
                     return {REFERENCE: [outcome]}, {}  # which is an answer
                 return _timed_runs(trial, list(others), repeats, run, progress)
+            trial = replace(trial, imported=trial.imported or outcome.imported)
             chosen[asked] = REFERENCE if asked == REFERENCE else outcome.dtype
             outcomes.setdefault(chosen[asked], []).append(outcome)
     return outcomes, failed
@@ -432,7 +440,7 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     if facts["flushed"]:
         parts.append(f"gradients of {listed_names(facts['flushed'])} flush to zero")
     if facts["fault"] and facts["fault"]["by_hand"]:
-        parts.append("and float32 itself overflows where the script casts by hand, of which losses say nothing")
+        parts.append("which says nothing of what the script casts by hand: float32 itself overflows there")
     if _skips_most(facts):
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
     return f"{name}: {', '.join(parts)}: {_conclusion(facts)}."
@@ -662,7 +670,9 @@ def _fault(
     if diagnosis.kind in ("healthy", "loss scale"):
         return None, None
     place = diagnosis.first_nonfinite
-    fault = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
+    cures = [str(experiment) for experiment in diagnosis.experiments if experiment.cures]
+    facts = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
+    fault = {"step": step, **facts, "cure": cures[-1] if cures else None}
     # What float32 computes alike does not differ. Outside of all modules, or of the model as a whole, none is named.
     if diagnosis.by_hand or place is None or not place.module:
         return fault, None
