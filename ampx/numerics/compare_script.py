@@ -674,7 +674,7 @@ def _fault(
     facts = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
     fault = {"step": step, **facts, "cure": cures[-1] if cures else None}
     # What float32 computes alike does not differ. Outside of all modules, or of the model as a whole, none is named.
-    if diagnosis.by_hand or place is None or not place.module:
+    if place is None or not place.module:
         return fault, None
     errors = step_errors(exact, low, step, diagnosis.dtype)
     own = [entry for entry in errors if (entry.module, entry.direction) == (place.module, place.direction)]

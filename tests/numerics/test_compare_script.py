@@ -310,7 +310,8 @@ def test_what_the_script_itself_casts_and_overflows_is_named_though_losses_agree
     def run(trial):
         lost = Stats(4, nonfinite=4)
         squares = Reading("hand", "Distance", "square", "forward", 0, "float16", lost, Stats(4, largest=300.0))
-        taken = {step: (*readings[:1], squares) for step, readings in pretended(trial).readings.items()}
+        output = sampled("hand", [0.0, 0.0])
+        taken = {step: (*readings[:1], squares, output) for step, readings in pretended(trial).readings.items()}
         return replace(pretended(trial), losses=(1.0, 0.5, 0.25, 0.125), readings=taken)
 
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
