@@ -671,10 +671,10 @@ def _fault(
         return None, None
     place = diagnosis.first_nonfinite
     cures = [str(experiment) for experiment in diagnosis.experiments if experiment.cures]
-    facts = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
-    fault = {"step": step, **facts, "cure": cures[-1] if cures else None}
+    said = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
+    fault = {"step": step, **said, "cure": cures[-1] if cures else None}
     # What float32 computes alike does not differ. Outside of all modules, or of the model as a whole, none is named.
-    if place is None or not place.module:
+    if diagnosis.by_hand or place is None or not place.module:
         return fault, None
     errors = step_errors(exact, low, step, diagnosis.dtype)
     own = [entry for entry in errors if (entry.module, entry.direction) == (place.module, place.direction)]
@@ -694,24 +694,29 @@ def _noise(
 
     Two runs in float32 tell, which round what modules take and return to the digits of the dtype, and to one less.
     """
+    settings = replace(trial.settings, dtype=REFERENCE)
+    same = replace(trial, settings=settings, watched=(), gradients=(), may_raise=False)
     rounded = []
     for seed in range(2):
         progress(f"{trial.program.name} in float32, rounded as {low.dtype} …")
-        settings = replace(trial.settings, dtype=REFERENCE)
-        rounds = rounding(low.dtype, seed)
-        rounded.append(run(replace(trial, settings=settings, forced=rounds, watched=(), gradients=())))
-    if any(outcome.raised for outcome in rounded):
-        return {}
-    noise = by_rounding(low.dtype, Distance(_apart(*rounded))).loss
-    return {"noise": noise, "ends_alike": True} if _apart(reference, low) <= noise else {}
+        try:
+            rounded.append(run(replace(same, forced=rounding(low.dtype, seed))))
+        except TrialError:
+            return {}
+    noises = [by_rounding(low.dtype, Distance(noise)).loss for noise in _apart(*rounded)]
+    errors = _apart(reference, low)
+    within = len(noises) == len(errors) and all(error <= noise for error, noise in zip(errors, noises, strict=True))
+    return {"noise": max(noises), "ends_alike": True} if within else {}
 
 
-def _apart(reference: Outcome, low: Outcome) -> float:
-    """Return how far the losses of a run are from another's, relative to their norm."""
-    both = zip(reference.losses, low.losses, strict=False)
-    pairs = [(wide, other) for wide, other in both if wide is not None and other is not None]
-    wides, others = np.array(pairs).reshape(-1, 2).T
-    return relative_error(others, wides)
+def _apart(reference: Outcome, low: Outcome) -> list[float]:
+    """Return of each optimizer how far the losses of a run are from another's, relative to their norm."""
+    errors = []
+    for curve, other in zip(reference.curves(), low.curves(), strict=False):
+        pairs = [pair for pair in zip(curve, other, strict=False) if None not in pair]
+        wides, lows = np.array(pairs, np.float64).reshape(-1, 2).T
+        errors.append(relative_error(lows, wides))
+    return errors
 
 
 def _modules(
