@@ -347,16 +347,16 @@ def diagnose(
         typer.echo(json.dumps(result, indent=1))
     else:
         if diagnosis is None:
-            typer.echo(result["verdict"])
+            terminal.say(result["verdict"])
             for risk in result["risks"]:
-                typer.echo(f"  risk: {risk['text']}")
+                terminal.say(f"  risk: {risk['text']}")
         else:
             place = f"step {result['step']} of {result['script']}, {result['framework']} in {result['dtype']}"
-            typer.echo(f"{place}: {diagnosis}")
+            terminal.say(f"{place}: {diagnosis}")
         for mistake in result["mistakes"]:
-            typer.echo(f"mistake: {mistake}")
+            terminal.say(f"mistake: {mistake}")
         for note in result["notes"]:
-            typer.echo(f"note: {note}")
+            terminal.say(f"note: {note}")
     _write_report(report, result, as_json)
 
 
@@ -416,15 +416,15 @@ def tune(
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        typer.echo(result["verdict"])
+        terminal.say(result["verdict"])
         for choice in policy.deny:
-            typer.echo(f"  {choice.entry:<32} {choice.reason}")
+            terminal.say(f"  {choice.entry:<32} {choice.reason}")
         if policy.operations:
-            typer.echo(f"  instead of the modules, wherever they are: {', '.join(policy.operations)}")
+            terminal.say(f"  instead of the modules, wherever they are: {', '.join(policy.operations)}")
         for line in exclusion_lines(result["exclusions"]):
             typer.echo(f"  {line}")
         for note in result["notes"]:
-            typer.echo(f"note: {note}")
+            terminal.say(f"note: {note}")
     if simulated is None:
         with _written("--out", out):
             policy.write(out)

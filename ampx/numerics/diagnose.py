@@ -95,10 +95,11 @@ class Diagnosis:
         if place is None:
             return []
         if self.kind == "error":
-            return [f"  raises: {place}; in float32 from values {_range(place.inputs)}"]
+            return [f"  raises: {place}; in float32 from {_range(place.inputs)}"]
         last, first = ("finite", "non-finite") if place.value.nonfinite else ("right", "wrong")
         lines = [] if before is None else [f"  {f'last {last}:':<18}{before}: {_range(before.value)}"]
-        lines.append(f"  {f'first {first}:':<18}{place}: {_range(place.value)}, from {_range(place.inputs)}")
+        inputs = f", from {_range(place.inputs)}" if place.inputs.elements else ""
+        lines.append(f"  {f'first {first}:':<18}{place}: {_range(place.value)}{inputs}")
         if len(self.chain) < _ENDS:
             return lines
         return [*lines, *(f"  {'' if number else 'on the way:':<18}{link}" for number, link in enumerate(self.chain))]
@@ -110,8 +111,13 @@ _ENDS: Final = 3  # a shorter chain has what the bracket says
 def _range(stats: Stats) -> str:
     if not stats.elements:
         return "nothing"
-    bad = f"{stats.nonfinite} of {stats.elements} not finite ({stats.nan} NaN), the others " if stats.nonfinite else ""
-    return f"{bad}of magnitude {stats.smallest:.3g} to {stats.largest:.3g}, lowest {stats.lowest:.3g}"
+    finite = f"of magnitude {stats.smallest:.3g} to {stats.largest:.3g}, lowest {stats.lowest:.3g}"
+    if not stats.nonfinite:
+        return f"values {finite}" if stats.largest else "zeros"
+    several = f"not finite, {stats.nan} of them NaN"
+    kind = "infinite" if not stats.nan else "NaN" if stats.nan == stats.nonfinite else several
+    others = f", the others {finite if stats.largest else 'zeros'}" if stats.nonfinite < stats.elements else ""
+    return f"{stats.nonfinite} of {stats.elements} {kind}{others}"
 
 
 # -- what to do --------------------------------------------------------------------------------------------------------
