@@ -48,6 +48,7 @@ class Diagnosis:
         deny: What cures it, as entries of `deny` in a policy file of `ampx run`; empty where that was not seen. There
             a module of a second model is named with its class, which `prepare` of that model does without.
         chain: The values that lead to the place where the batch first fails, back to one that agrees with float32.
+        by_hand: The script itself casts there: float32 computes it in low precision, too.
     """
 
     kind: Kind
@@ -64,6 +65,7 @@ class Diagnosis:
     experiments: tuple[Experiment, ...] = ()
     deny: tuple[str, ...] = ()
     chain: tuple[Link, ...] = ()
+    by_hand: bool = False
 
     @property
     def precision_is_innocent(self) -> bool:
@@ -310,6 +312,7 @@ def _concluded(
         tuple(experiments),
         () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
         links,
+        fault.by_hand,
     )
 
 
