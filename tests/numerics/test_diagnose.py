@@ -364,12 +364,15 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
         sampled("to_copy", [1.0], [1.0]),
         sampled("index_add", [1.0], [1.0]),
     )
-    diagnosis = examined(Refusal("RuntimeError: no", exact.readings[:2], "train.py:3"), exact, "bfloat16", 1.0, None)
+    refusal = Refusal("RuntimeError: no", exact.readings[:2], "train.py:3")
+    diagnosis = examined(refusal, exact, "bfloat16", 1.0, None, prepare_finds_modules=True)
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("error", "index_add")
-    assert diagnosis.advice.splitlines() == [
+    advised = [
         "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # may cure it: keep it in float32",
         "model = amp.prepare(model)  # which has that module, before wrap_optimizer",
     ]
+    assert diagnosis.advice.splitlines() == advised
+    assert examined(refusal, exact, "bfloat16", 1.0, None).advice.splitlines() == advised[:1]  # calls find the module
     assert "  raises: forward pass, module 'block', operation index_add" in str(diagnosis)
 
 
