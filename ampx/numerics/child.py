@@ -317,6 +317,10 @@ def main(request: str) -> int:
             sys.stderr.write(f"ampx: {refusal}\n")
             return code
     error = finished.error
+    if isinstance(error, AmpxError):  # a rule of ampx, which no precision breaks
+        place = script_line_of(error.__traceback__)
+        sys.stderr.write(f"ampx: {place}: {error}\n" if place else f"ampx: {error}\n")
+        return REFUSED
     raised = error if trial.may_raise and isinstance(error, Exception) and finished.run is not None else None
     ended_early = isinstance(error, SystemExit) and observer.ended_early
     if finished.failed and raised is None and not ended_early:

@@ -166,7 +166,7 @@ class Runs:
             raise TrialError(
                 f"{self._trial.program.name} raises after {reference.steps} steps in float32, too: "
                 f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
-                f"precision is innocent."
+                f"float32 does not cure it."
             )
         # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
         fails = isinstance(low_step, Refusal) or not low_step.finite

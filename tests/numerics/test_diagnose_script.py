@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -90,6 +91,14 @@ def test_a_script_that_raises_because_of_what_is_not_finite_is_told_where_that_c
 def test_a_script_that_raises_in_float32_too_is_an_error_that_says_so(toy_script):
     with pytest.raises(ampx.TrialError, match=r"after 2 steps in float32, too: ValueError: float32 is in .*py:8"):
         raising(toy_script, "step == 2")
+
+
+def test_what_ampx_refuses_is_no_failure_of_the_script_in_float32(toy_script):
+    """An optimizer of weights in bfloat16, say, whose updates are lost."""
+    refuses = 'import ampx\n        raise ampx.LowPrecisionParametersError("updates are lost")'
+    script = re.sub(r"raise ValueError.*", refuses, RAISES.replace("CONDITION", "step == 2").replace("FACTOR", "1.0"))
+    with pytest.raises(ampx.TrialError, match=r"^train.py in float16 was refused: .*train.py:9: updates are lost$"):
+        diagnose_script(toy_script(script), RunSettings("float16", loss_scale=1.0), framework="toy")
 
 
 @pytest.mark.parametrize(("condition", "step"), [("step > 2", 6), ("step > 3", None)])

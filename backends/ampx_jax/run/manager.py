@@ -132,8 +132,8 @@ class JaxManager(Manager[Managed]):
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if masters.is_low(leaf)})
         if low:
             self.run.refuse(
-                f"the script keeps parameters in {', '.join(low)}, mixed precision of its own; accepted: float32 "
-                f"parameters. Run it without ampx"
+                f"the script keeps parameters in {', '.join(low)}, mixed precision of its own: updates smaller than "
+                f"their precision are lost; accepted: float32 parameters. Keep them in float32, or run it without ampx"
             )
         wide = casting.in_float64(params) if self.casts else None
         if wide is not None:
