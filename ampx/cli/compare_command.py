@@ -33,7 +33,12 @@ def wide_console() -> Console:
 
 
 def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
-    """Print what `ampx compare` says."""
+    """Print what `ampx compare` says: first what fails, or that nothing does."""
+    for name, message in report["failed"].items():
+        terminal.say(f"{name} failed: {message}")
+    for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:
+        terminal.say(verdict)
+    terminal.say("")
     script = " ".join([report["script"], *report["arguments"]])
     runs = "1 run" if report["repeats"] == 1 else f"{report['repeats']} runs"
     title = f"{script}: {report['framework']} on {report['device']}, {report['steps']} steps, {runs} each"
@@ -49,19 +54,10 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
             console.print(_table(title, WORST_HEAD, worst_rows(facts["modules"])))
     if report["sweep"] is not None:
         _print_sweep(console, report["sweep"])
-    _print_sentences(report)
-
-
-def _print_sentences(report: Mapping[str, Any]) -> None:
-    """Print what failed, what is worth knowing, and the verdict."""
-    for name, message in report["failed"].items():
-        terminal.say(f"{name} failed: {message}")
     for mistake in report["mistakes"]:
         terminal.say(f"mistake: {mistake}")
     for note in report["notes"]:
         terminal.say(f"note: {note}")
-    for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:
-        terminal.say(verdict)
 
 
 def _table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

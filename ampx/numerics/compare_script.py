@@ -190,7 +190,7 @@ def compare_script(
         "sweep": swept,
         "mistakes": list(dict.fromkeys(mistake for outcome in outcomes for mistake in outcome.mistakes)),
         "notes": [*_notes(program, outcomes, timed, compared), *_padded(shapes, compared), *disturbance],
-        "verdict": " ".join(entry["verdict"] for entry in compared.values()) or _nothing_compared(reference),
+        "verdict": "\n".join(entry["verdict"] for entry in compared.values()) or _nothing_compared(reference),
         "origin": origin(reference.versions),
     }
 
@@ -233,16 +233,9 @@ def _notes(
     notes = list(dict.fromkeys(note for outcome in outcomes for note in outcome.notes))
     if any(_is_nameless(facts, timed) for facts in compared.items()):
         notes.append(_nameless(reference))
-    notes += [_of_fault(name, facts["fault"]) for name, facts in compared.items() if facts["fault"]]
     if any(facts["float32_parts_at"] for facts in compared.values()):
         notes.append(not_repeatable(program))
     return [*notes, _ON_CPU] if reference.run["device"] == "cpu" else notes
-
-
-def _of_fault(name: str, fault: Mapping[str, Any]) -> str:
-    """Return what fails in a dtype, and what was seen to cure it."""
-    cure = f" Cure, tried: {fault['cure']}." if fault["cure"] else ""
-    return f"{name}, step {fault['step']}: {fault['kind']}: {fault['why']}{cure}"
 
 
 def _sweep_point(
@@ -429,12 +422,18 @@ def ends_alike(reference: Sequence[float | None], losses: Sequence[float | None]
 
 
 def verdict(name: str, facts: Mapping[str, Any]) -> str:
-    """Return one sentence: is it right, and is it worth it."""
-    speed, memory, lost, skipped = facts["speed"], facts["memory_ratio"], facts["lost"], len(_skipped(facts))
-    few = f"{facts['steps']} {'step is' if facts['steps'] == 1 else 'steps are'} too few to time"
-    parts = [few if speed is None else speed_in_words(speed["pairs"])]
-    parts += [] if memory is None else [f"{memory:.2f} times the memory"]
-    parts.append(_of_losses(facts))
+    """Return lines: what fails or that it agrees, and why; what was seen to cure it; speed and memory."""
+    fault, doubt, worth = facts["fault"], _doubt(facts), _worth(facts)
+    right = f"{name}: {', '.join(_seen_of_losses(facts))}{f': {doubt}' if doubt else ''}."
+    lines = [f"{right} Step {fault['step']}: {fault['kind']}: {fault['why']}" if fault else right]
+    lines += [f"Cure, tried: {fault['cure']}."] if fault and fault["cure"] else []
+    return "\n".join([*lines, f"{', '.join(_cost(facts))}{'' if doubt else f': {worth}'}."])
+
+
+def _seen_of_losses(facts: Mapping[str, Any]) -> list[str]:
+    """Return whether the losses agree, and what harms a training though they do."""
+    lost, skipped = facts["lost"], len(_skipped(facts))
+    parts = [_of_losses(facts)]
     if lost["dtype"] >= LOST:
         parts.append(f"{lost['dtype']:.0%} of the updates round to nothing ({lost['float32']:.0%} of those in float32)")
     if facts["flushed"]:
@@ -443,19 +442,34 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
         parts.append("which says nothing of what the script casts by hand: float32 itself overflows there")
     if _skips_most(facts):
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
-    return f"{name}: {', '.join(parts)}: {_conclusion(facts)}."
+    return parts
 
 
-def _conclusion(facts: Mapping[str, Any]) -> str:
-    """Return the first that holds."""
+def _cost(facts: Mapping[str, Any]) -> list[str]:
+    """Return speed and memory."""
+    speed, memory = facts["speed"], facts["memory_ratio"]
+    few = f"{facts['steps']} {'step is' if facts['steps'] == 1 else 'steps are'} too few to time"
+    ratio = few if speed is None else speed_in_words(speed["pairs"])
+    return [ratio, *([] if memory is None else [f"{memory:.2f} times the memory"])]
+
+
+def _doubt(facts: Mapping[str, Any]) -> str | None:
+    """Return what comes before the question of speed; None for nothing."""
     lost, exact = facts["lost"]["dtype"], facts["lost"]["float32"]
-    speed, memory = _speed_decided(facts["speed"]), facts["memory_ratio"]
-    smaller = memory is not None and memory < 1 - 5 * ALIKE
-    conclusions = (
+    doubts = (
         (facts["float32_fails"] is not None, "that comes first, and precision is not its cause"),
         (_skips_most(facts) or bool(facts["flushed"]) or facts["fault"] is not None, "look before you rely on it"),
         (facts["float32_parts_at"] is not None, "make the script repeatable first"),
         (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
+    )
+    return next((words for holds, words in doubts if holds), None)
+
+
+def _worth(facts: Mapping[str, Any]) -> str:
+    """Return whether speed and memory are worth it."""
+    speed, memory = _speed_decided(facts["speed"]), facts["memory_ratio"]
+    smaller = memory is not None and memory < 1 - 5 * ALIKE
+    conclusions = (
         (speed is None, "more steps, by --steps or by the script, decide whether it is worth it"),
         (speed == "faster" or (smaller and speed != "slower"), "worth it"),
         (speed == "slower", "not worth it on this machine"),

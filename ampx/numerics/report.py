@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import count, zip_longest
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -95,20 +95,22 @@ def meter_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-WORST_HEAD = ("module", "output", "module", "gradient")
+WORST_HEAD = ("module", "output", "gradient")
 
 
 def worst_rows(modules: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the table of the largest relative errors, below `WORST_HEAD`."""
-    pairs = zip_longest(modules["worst_outputs"], modules["worst_gradients"])
-    return [tuple(cell for entry in pair for cell in _error_cells(entry)) for pair in pairs]
+    """Return the table of the largest relative errors, below `WORST_HEAD`; "" for one that is not among them."""
+    outputs, gradients = (
+        {entry["module"]: entry["error"] for entry in modules[worst]} for worst in ("worst_outputs", "worst_gradients")
+    )
+    return [
+        (name or "the model", *(_error(errors.get(name, "")) for errors in (outputs, gradients)))
+        for name in outputs | gradients
+    ]
 
 
-def _error_cells(entry: Mapping[str, Any] | None) -> tuple[str, str]:
-    if entry is None:
-        return "", ""
-    error = entry["error"]
-    return entry["module"] or "the model", error if isinstance(error, str) else f"{error:.2g}"
+def _error(error: float | str) -> str:
+    return error if isinstance(error, str) else f"{error:.2g}"
 
 
 def _short(value: float | str | None) -> str:
@@ -121,8 +123,8 @@ def _memory(size: int | None) -> str:
 
 def _compared(report: Mapping[str, Any]) -> list[str]:
     verdicts = [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]
-    parts = [page.paragraph(verdict, verdict=True) for verdict in verdicts]
-    parts += [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
+    parts = [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
+    parts += [page.paragraph(line, verdict=True) for verdict in verdicts for line in verdict.splitlines()]
     parts += map(page.paragraph, report["mistakes"])
     parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
     parts += _loss_parts("Loss", *_losses(report))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -134,111 +135,132 @@ def test_a_comparison_on_a_cpu_says_what_a_gpu_would_change(compared):
     assert any("Tensor Cores of a GPU" in note for note in compared["notes"])
 
 
-def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
-    assert compared["dtypes"]["float16"]["verdict"] == (
-        "float16: 2.00 times the speed of float32 (2.00 to 2.00), 0.50 times the memory, the loss parts from "
-        "float32's at step 3 of 4 (step 3 skipped), first in module '<second>', and has 2 values not finite: "
-        "look before you rely on it."
+def test_the_verdict_says_what_fails_and_then_what_it_costs(compared):
+    first, *others = compared["dtypes"]["float16"]["verdict"].splitlines()
+    assert first.startswith(
+        "float16: the loss parts from float32's at step 3 of 4 (step 3 skipped), first in module '<second>', and has "
+        "2 values not finite: look before you rely on it. Step 3: overflow: in the forward pass, module '<second>', "
     )
-    assert compared["dtypes"]["bfloat16"]["verdict"].endswith(
-        "in all 4 steps, 75% of the updates round to nothing (0% of those in float32): look before you rely on it."
+    cure, cost = others
+    assert cure.startswith("Cure, tried: in bfloat16, at a loss scale of 1: loss 0.25, finite, 0 %")
+    assert cost == "2.00 times the speed of float32 (2.00 to 2.00), 0.50 times the memory."
+    assert compared["dtypes"]["bfloat16"]["verdict"].splitlines()[0] == (
+        "bfloat16: the loss agrees with float32's within rounding in all 4 steps, 75% of the updates round to nothing "
+        "(0% of those in float32): look before you rely on it."
     )
+
+
+FASTER = "1.50 times the speed of float32 (1.40 to 1.60)"
+AGREES = "the loss agrees with float32's within rounding in all 4 steps"
+LOOK = "look before you rely on it."
+FAULT = {"step": 2, "kind": "overflow", "why": "it is.", "by_hand": False, "cure": None}
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "lines"),
     [
-        (
-            {},
-            "float16: 1.50 times the speed of float32 (1.40 to 1.60), the loss agrees with float32's within rounding "
-            "in all 4 steps: worth it.",
-        ),
+        ({}, [f"float16: {AGREES}.", f"{FASTER}: worth it."]),
         (
             {"speed": {"ratio": 1.5, "least": 0.9, "largest": 1.6, "pairs": [0.9, 1.5, 1.6]}},
-            "more --repeats on a quiet machine decide whether it is worth it.",
+            ["more --repeats on a quiet machine decide whether it is worth it."],
         ),
         (
             {"speed": {"ratio": 1.0, "least": 0.99, "largest": 1.1, "pairs": [0.99, 1.0, 1.1]}},
-            "no gain on this machine.",
+            ["no gain on this machine."],
         ),
         (
             {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "float32_parts_at": 1, "ends_alike": False},
-            "two runs in float32 part from each other at step 1, so that losses say nothing: make the script "
-            "repeatable first.",
+            [
+                "two runs in float32 part from each other at step 1, so that losses say nothing: make the script "
+                "repeatable first.",
+                f"{FASTER}.",
+            ],
         ),
         (
             {"float32_fails": "float32 itself fails: its loss is not finite at step 3", "parts_at": 2},
-            "float32 itself fails: its loss is not finite at step 3: that comes first, and precision is not its cause.",
+            [
+                "float32 itself fails: its loss is not finite at step 3: that comes first, and precision is not its "
+                "cause.",
+                f"{FASTER}.",
+            ],
         ),
         (
             {"settled": {"scale": 128.0, "skipped": []}, "skipped": [1, 2, 3]},
-            "the loss agrees with float32's within rounding in all 4 steps at a loss scale of 128: worth it.",
+            [f"{AGREES} at a loss scale of 128.", "worth it."],
         ),
         (
             {"flushed": ["small.weight"]},
-            "in all 4 steps, gradients of small.weight flush to zero: look before you rely on it.",
+            [f"{AGREES}, gradients of small.weight flush to zero: {LOOK}", f"{FASTER}."],
         ),
         (
             {"parts_at": 2, "ends_alike": False, "modules": {"first": {"module": "2", "direction": "backward"}}},
-            "at step 2 of 4, first in the gradient of the output of module '2', and ends elsewhere: look before you "
-            "rely on it.",
+            [f"at step 2 of 4, first in the gradient of the output of module '2', and ends elsewhere: {LOOK}", "."],
         ),
         (
-            {"speed": {"ratio": 0.5, "least": 0.5, "largest": 0.5, "pairs": [0.5]}},
-            "(one pair of runs), the loss agrees with float32's within rounding in all 4 steps: not worth it on this "
-            "machine.",
+            {"speed": {"ratio": 0.5, "least": 0.5, "largest": 0.5, "pairs": [0.5]}, "memory_ratio": 1.25},
+            [f"{AGREES}.", "(one pair of runs), 1.25 times the memory: not worth it on this machine."],
         ),
         (
             {"speed": {"ratio": 1.3, "least": 1.3, "largest": 1.3, "pairs": [1.3]}},
-            "more --repeats on a quiet machine decide whether it is worth it.",
+            ["more --repeats on a quiet machine decide whether it is worth it."],
         ),
-        ({"speed": {"ratio": 1.6, "least": 1.6, "largest": 1.6, "pairs": [1.6]}}, "in all 4 steps: worth it."),
+        ({"speed": {"ratio": 1.6, "least": 1.6, "largest": 1.6, "pairs": [1.6]}}, ["worth it."]),
         (
             {"speed": None},
-            "4 steps are too few to time, the loss agrees with float32's within rounding in all 4 "
-            "steps: more steps, by --steps or by the script, decide whether it is worth it.",
+            [
+                f"{AGREES}.",
+                "4 steps are too few to time: more steps, by --steps or by the script, decide whether it is worth it.",
+            ],
         ),
         (
             {"speed": None, "steps": 1},
-            "1 step is too few to time, the loss agrees with float32's within rounding in all 4 "
-            "steps: more steps, by --steps or by the script, decide whether it is worth it.",
+            ["1 step is too few to time: more steps, by --steps or by the script, decide whether it is worth it."],
         ),
-        ({"skipped": [1, 2, 3, 4]}, "4 of 4 steps were skipped: look before you rely on it."),
+        ({"skipped": [1, 2, 3, 4]}, [f"4 of 4 steps were skipped: {LOOK}", f"{FASTER}."]),
         (
             {"losses": [1.0, "nan", "nan", "nan"], "parts_at": 2, "ends_alike": False},
-            "the loss parts from float32's at step 2 of 4, and has 3 values not finite: look before you rely on it.",
+            [f"the loss parts from float32's at step 2 of 4, and has 3 values not finite: {LOOK}", f"{FASTER}."],
         ),
         (
             {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "ends_alike": False},
-            "at step 2 of 4, and ends elsewhere: look before you rely on it.",
+            [f"at step 2 of 4, and ends elsewhere: {LOOK}", f"{FASTER}."],
         ),
-        ({"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2}, "at step 2 of 4, and ends alike: worth it."),
+        ({"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2}, ["at step 2 of 4, and ends alike.", "worth it."]),
         (
             {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "noise": 0.08},
-            "at step 2 of 4, and differs by no more than float32 itself does where it rounds otherwise: worth it.",
+            ["and differs by no more than float32 itself does where it rounds otherwise.", "worth it."],
         ),
         (
-            {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "fault": {"by_hand": False}},
-            "at step 2 of 4, and ends alike: look before you rely on it.",
+            {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "fault": FAULT},
+            [f"at step 2 of 4, and ends alike: {LOOK} Step 2: overflow: it is.", f"{FASTER}."],
         ),
         (
-            {"fault": {"by_hand": True}},
-            "within rounding in all 4 steps, which says nothing of what the script casts by hand: float32 itself "
-            "overflows there: look before you rely on it.",
+            {"fault": {**FAULT, "cure": "with 'x' in float32: loss 1"}},
+            [f"{AGREES}: {LOOK} Step 2: overflow: it is.", "Cure, tried: with 'x' in float32: loss 1.", f"{FASTER}."],
+        ),
+        (
+            {"fault": {**FAULT, "by_hand": True}},
+            [
+                "within rounding in all 4 steps, which says nothing of what the script casts by hand: float32 itself "
+                f"overflows there: {LOOK} Step 2: overflow: it is.",
+                f"{FASTER}.",
+            ],
         ),
         (
             {"lost": {"float32": 0.9, "dtype": 0.9}},
-            "in all 4 steps, 90% of the updates round to nothing (90% of those in float32): worth it.",
+            ["in all 4 steps, 90% of the updates round to nothing (90% of those in float32).", "worth it."],
         ),
-        ({"losses": [None] * 4, "ends_alike": False}, "the losses are not known: look before you rely on it."),
+        ({"losses": [None] * 4, "ends_alike": False}, [f"the losses are not known: {LOOK}", f"{FASTER}."]),
     ],
 )
-def test_the_verdict_is_true_of_what_was_seen(change, sentence):
+def test_the_verdict_is_true_of_what_was_seen(change, lines):
     speed = {"ratio": 1.5, "least": 1.4, "largest": 1.6, "pairs": [1.4, 1.5, 1.6]}
     facts = {"speed": speed, "memory_ratio": None, "losses": [1.0] * 4, "parts_at": None, "ends_alike": True}
     facts |= {"skipped": [], "steps": 4, "modules": None, "lost": {"float32": 0.0, "dtype": 0.0}}
     facts |= {**dict.fromkeys(("float32_parts_at", "float32_fails", "settled", "fault", "noise")), "flushed": []}
-    assert verdict("float16", {**facts, **change}).endswith(sentence)
+    said = verdict("float16", {**facts, **change}).splitlines()[-len(lines) :]
+    for line, end in zip(said, lines, strict=True):
+        assert line.endswith(end)
 
 
 def sampled(name, values, dtype="float16"):
@@ -267,9 +289,9 @@ def test_the_module_that_lost_the_digits_is_named_and_not_the_one_that_misses_th
     result = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=lossy)
     facts = result["dtypes"]["float16"]
     assert (facts["parts_at"], facts["modules"]["first"]["module"], facts["fault"]["kind"]) == (3, "pos", "digits")
-    assert ", first in module 'pos', and ends alike: look before you rely on it." in facts["verdict"]
-    (note,) = (note for note in result["notes"] if note.startswith("float16, step 3: digits: in the forward pass"))
-    assert note.endswith(
+    first, cure, _ = facts["verdict"].splitlines()
+    assert ", first in module 'pos', and ends alike: look before you rely on it. Step 3: digits: in the f" in first
+    assert cure == (
         "Cure, tried: with module 'pos' in float32, at a loss scale of 8: loss 0.25, finite, 0 % from float32's."
     )
 
@@ -302,7 +324,7 @@ def test_a_training_ends_elsewhere_where_it_differs_by_more_than_its_own_noise(n
     run = elsewhere(noise, loss)
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
     assert (facts["parts_at"], facts["modules"]["first"]) == (4, None)
-    assert f"at step 4 of 4, and {end}: " in facts["verdict"]
+    assert re.search(rf"at step 4 of 4, and {end}[.:]", facts["verdict"])
     assert facts["noise"] == (pytest.approx(0.08) if noise == 0.01 and loss < 1 else None)
 
 
