@@ -19,7 +19,7 @@ from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
 from .meter import LOST
 from .places import Place, cast_by_hand, key_of, of_the_step, outermost
-from .probe import Reading, Replayed, Watching
+from .probe import Reading, Replayed, Stats, Watching
 from .tolerance import percent
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
 from .tune import kept_in_float32
@@ -117,7 +117,7 @@ def _look_at(
     if what == "loss" and first is not None and math.isfinite(_loss(low, step)):
         notes.append(f"The loss was finite when the step was run again: the script {DIFFERS}.")
     diagnosis, reference = runs.examined(low)
-    low_step, exact_step = runs.seen(low), _seen(reference, step)
+    low_step, exact_step = runs.seen(low), _of_values(_seen(reference, step), reference.scale_at(step))
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     notes += lost_updates(low)
@@ -168,6 +168,7 @@ class Runs:
                 f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
                 f"float32 does not cure it."
             )
+        exact_step = _of_values(exact_step, reference.scale_at(step))
         # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
         fails = isinstance(low_step, Refusal) or not low_step.finite
         growth = _growth(low if dtype == "float32" else self.whole(), step) if fails else None
@@ -341,6 +342,19 @@ def _seen(outcome: Outcome, step: int) -> Seen:
     losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
     skipped = step in outcome.skipped
     return Seen(replayed, of_the_step(outcome.readings[step]), skipped, max(losses, default=0.0))
+
+
+def _of_values(reference: Seen, scale: float) -> Seen:
+    """Return a step in float32 with the gradients of its values: where casting is off in one step, they are scaled."""
+
+    def divided(value: Stats) -> Stats:
+        return replace(
+            value, largest=value.largest / scale, smallest=value.smallest / scale, lowest=value.lowest / scale
+        )
+
+    readings = unscaled(reference.readings, scale)
+    backward = (replace(entry, value=divided(entry.value)) if entry.direction == "backward" else entry for entry in readings)
+    return replace(reference, readings=tuple(backward))
 
 
 def _fails_after(outcome: Outcome, step: int) -> bool:

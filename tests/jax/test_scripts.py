@@ -3,6 +3,7 @@
 import math
 import pickle
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,18 @@ def test_tune_tries_what_the_cpu_has_instructions_for_though_auto_is_float32(her
 def test_diagnose_names_the_layer_that_overflows(here, script, text):
     diagnosis, _ = diagnose_script(script(text), FLOAT16, framework="jax", run=here)
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("overflow", "wide")
+
+
+def test_gradients_are_scaled_alike_in_a_step_with_casting_off(here, script):
+    """What divides them by the loss scale of the run knows nothing of the step."""
+    program = script(LINEN.replace("1e4", "1.0").replace("1e-5", "0.5"))
+    settings, watching = RunSettings("float16", loss_scale=16.0, watched=True), Watching("float16", samples=64)
+    trial = Trial(program, settings, "jax", steps=2, watched=(2,), watching=watching)
+    low, off = (here(run).unscaled_readings(2) for run in (trial, replace(trial, float32=(2,))))
+    pairs = [pair for pair in zip(low, off, strict=True) if pair[0].direction == "backward"]
+    assert pairs
+    for entry, other in pairs:
+        np.testing.assert_allclose(entry.sample, other.sample, rtol=0.01)
 
 
 def test_a_watched_trial_keeps_what_it_compiles_for_the_next_one(tmp_path, script):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import ampx
@@ -248,6 +249,26 @@ def test_a_run_that_failed_in_low_precision_names_the_command_that_says_whether_
 @pytest.mark.parametrize(("dtype", "condition"), [("float32", "True"), ("float16", "False")])
 def test_a_run_that_did_not_fail_or_not_in_low_precision_names_no_diagnosis(toy_script, dtype, condition):
     assert "ampx diagnose" not in run_of_toy(toy_script, dtype, condition).stderr
+
+
+def test_gradients_of_a_step_with_casting_off_are_unscaled_before_they_are_compared():
+    """In that step the loss is scaled as in those around it."""
+
+    def run(trial):
+        dtype, times = ("float32", 1.0) if trial.settings.dtype == "float32" else ("float16", 1024.0)
+        optimizer = {"kind": "SGD", "place": "", "skipped": [], "scales": [], "initial_scale": times}
+        facts = {"framework": "toy", "device": "cpu", "level": "O1", "reason": "", "meters": [], "notes": []}
+        value = Stats(2, largest=0.5 * times, smallest=0.25 * times, lowest=0.25 * times)
+        sample = np.array([0.25, 0.5], np.float32) * np.float32(times)
+        gradient = Reading("layer", "Linear", "", "backward", 0, dtype, value, sample=sample)
+        readings = {step: (gradient,) for step in trial.watched}
+        run = {**facts, "dtype": dtype, "steps": 4, "optimizers": [optimizer]}
+        return Outcome(run, (1.0,) * 4, readings=readings, watches=True)
+
+    options = {"framework": "toy", "at": 3, "run": run}
+    _, result = diagnose_script(Program("a.py"), RunSettings("float16", loss_scale=1024.0), **options)
+    (gradient,) = result["modules"]
+    assert (gradient["value"]["largest"], gradient["float32"]["largest"]) == (512.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class JaxManager(Manager[Managed]):
     def scale(self) -> Any:
         """Return the loss scale for what is differentiated now; None where there is none. Sync: as `Outcomes`."""
         # A gradient inside of a loss is one of its values, and the loss itself is scaled.
-        scales = self.casts and self.scales and not self.here.differentiating
+        scales = self.sees and self.scales and not self.here.differentiating
         return self.outcomes.scale() if scales and self.outcomes is not None else None
 
     def note_loss(self, loss: Any) -> None:
