@@ -134,6 +134,7 @@ _BY_HAND: Final = (
     "# at all; where a script casts by hand, no option acts"
 )
 _WIDE: Final = 'amp = ampx.init(dtype="bfloat16")'
+_UNTRIED: Final = "# may cure it, and was not tried:\n"
 _CLIP: Final = "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)"
 
 
@@ -144,12 +145,12 @@ def _denied(modules: Iterable[str], dtype: str, tried: bool, prepare_finds_modul
     """
     parts = {name: name.rpartition(":") for name in modules}
     entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
-    if not entries:
-        return ""
     models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
     which = f"the {' and the '.join(models)}" if models else "which has that module"
     policy = f"; in a policy file: {[f'{MODULE}{name}' for name in parts]!r}" if models else ""
-    it = "it" if len(entries) == 1 else "them"
+    it = "it" if len(parts) == 1 else "them"
+    if not entries:  # a model as a whole, or nothing
+        return f"# {'' if tried else 'may cure it: '}keep {it} in float32{policy}" if models else ""
     keeps = f"keep {it} in float32" if tried else f"may cure it: keep {it} in float32"
     init = f"amp = ampx.init(dtype={dtype!r}, deny={entries!r})  # {keeps}"
     prepare = prepare_line(entries, prepare_finds_modules)
@@ -197,12 +198,12 @@ def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool, prepare
         return _BY_HAND
     own = _in_the_script(fault.kind, fault.place, dtype)
     if float32_fails or fault.kind not in PRECISION:
-        return own
+        return f"{_UNTRIED}{own}" if own and fault.kind not in ("data", "model") else own
     fits = not tried and dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
     more = [text for text in (own, _WIDE if fits else "") if text]
     module = "" if fault.place is None else fault.place.module
     if tried and module:
-        return "\n".join(f"# may cure it, and was not tried:\n{text}" for text in more)
+        return "\n".join(f"{_UNTRIED}{text}" for text in more)
     first = _denied((module,), dtype, False, prepare_finds_modules) or _REGION
     return "\n".join([first, *(f"# or, which was not tried:\n{text}" for text in more)])
 
@@ -324,12 +325,16 @@ def _links(fault: Fault, low: Seen | None, reference: Seen, dtype: str, scale: f
     return chain(unscaled(low.readings, scale), fault.position, exact, dtype)
 
 
+_OF_CONSTANTS: Final = ("mask", "epsilon", "division", "logarithm")
+
+
 def _bearing(fault: Fault, low: Seen, reference: Seen, dtype: str, scale: float) -> tuple[Risk, ...]:
-    """Return the risks without those that have nothing to do with a fault: those of other modules."""
+    """Return the risks without those that have nothing to do with a fault: those of other modules, or of constants."""
     if fault.kind == "healthy":
         return risks(low, reference, dtype, scale)
     place = fault.place
-    return tuple(risk for risk in risks(low, reference, dtype) if place is not None and place.module in risk.where)
+    own = (risk for risk in risks(low, reference, dtype) if place is not None and place.module in risk.where)
+    return tuple(risk for risk in own if risk.kind != "constant" or fault.kind in _OF_CONSTANTS)
 
 
 def _of_producer(fault: Fault, producer: str, dtype: str) -> Fault:

@@ -266,8 +266,6 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
     parts += [] if diagnosis is None else _what_to_do(diagnosis)
     if report["mistakes"]:
         parts += [page.heading("Mistakes in the script"), *map(page.paragraph, report["mistakes"])]
-    if report["risks"]:
-        parts += [page.heading("Risks"), *(page.paragraph(risk["text"]) for risk in report["risks"])]
     parts += [
         *map(page.paragraph, report["notes"]),
         *_loss_parts("Loss", *({report["dtype"]: report[key]} for key in ("losses", "losses_of"))),
@@ -284,6 +282,8 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
         ]
         parts += [page.heading(f"Modules in step {report['looked_at']}")]
         parts.append(page.table(("module", "class", "pass", "dtype", "value"), rows))
+    if report["risks"]:
+        parts += [page.heading("Risks"), *(page.paragraph(risk["text"]) for risk in report["risks"])]
     return parts
 
 

@@ -229,6 +229,13 @@ def test_a_module_of_a_second_model_is_named_for_prepare_and_for_a_policy_file()
     assert "the Critic, before wrap_optimizer; in a policy file: ['module:Critic:b']" in diagnosis.advice
 
 
+def test_of_a_model_as_a_whole_the_entry_of_a_policy_file_that_was_tried_is_advised():
+    whole = Chain([("Critic:", *step) for _, *step in OVERFLOWS.steps], OVERFLOWS.data)
+    diagnosis, _ = whole.examine()
+    assert diagnosis.deny == ("module:Critic:",)
+    assert diagnosis.advice == "# keep it in float32; in a policy file: ['module:Critic:']"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_advised_of_a_random_chain_cures_it(seed):
     """Of modules that square and take roots, the ones that receive more than 255 overflow: which do, is random."""

@@ -148,6 +148,8 @@ def test_precision_is_innocent_where_float32_fails_too(run, kind):
     diagnosis = diagnosed(run, run, "float16")
     assert diagnosis.kind == kind
     assert diagnosis.precision_is_innocent
+    untried = diagnosis.advice.startswith("# may cure it, and was not tried:\n")
+    assert untried == (kind not in ("data", "model"))
     assert json.loads(json.dumps(diagnosis.to_json(), allow_nan=False))["precision_is_innocent"]
 
 
@@ -157,6 +159,20 @@ def test_risks_are_constants_and_losses_in_low_precision_and_no_shapes():
     diagnosis = diagnosed(low, reference, "float16")
     assert diagnosis.kind == "healthy"
     assert [risk.kind for risk in diagnosis.risks] == ["constant", "loss"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "inputs", "value", "kinds"),
+    [("matmul", [300.0], [9e4], []), ("where", [1.0, -1e9], [-1e9, 1.0], ["constant"])],
+)
+def test_a_constant_beyond_the_dtype_bears_on_a_mask_and_on_no_product(operation, inputs, value, kinds):
+    """Both are in one module, as the scores of attention and their mask are."""
+    mask = ("where", [1.0, -1e9], [-1e9, 1.0])
+    exact_step = seen(exact(operation, inputs, value), exact(*mask, call=1))
+    low = seen(read(operation, inputs, [-math.inf, 1.0]), read(*mask[:2], [-math.inf, 1.0], call=1), loss=math.nan)
+    diagnosis = diagnosed(low, exact_step, "float16")
+    assert diagnosis.kind == ("mask" if kinds else "overflow")
+    assert [risk.kind for risk in diagnosis.risks] == kinds
 
 
 @pytest.mark.parametrize(
