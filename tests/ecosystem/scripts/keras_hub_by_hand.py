@@ -9,7 +9,13 @@ import tensorflow as tf
 
 keras.utils.set_random_seed(0)
 backbone = keras_hub.models.GPT2Backbone(
-    vocabulary_size=60, num_layers=1, num_heads=2, hidden_dim=16, intermediate_dim=32, max_sequence_length=8, dropout=0.0
+    vocabulary_size=60,
+    num_layers=1,
+    num_heads=2,
+    hidden_dim=16,
+    intermediate_dim=32,
+    max_sequence_length=8,
+    dropout=0.0,
 )
 model = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
 optimizer = keras.optimizers.AdamW(0.01)

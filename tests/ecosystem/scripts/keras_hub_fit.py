@@ -8,7 +8,13 @@ import numpy as np
 
 keras.utils.set_random_seed(0)
 backbone = keras_hub.models.BertBackbone(
-    vocabulary_size=60, num_layers=1, num_heads=2, hidden_dim=16, intermediate_dim=32, max_sequence_length=8, dropout=0.0
+    vocabulary_size=60,
+    num_layers=1,
+    num_heads=2,
+    hidden_dim=16,
+    intermediate_dim=32,
+    max_sequence_length=8,
+    dropout=0.0,
 )
 model = keras_hub.models.BertTextClassifier(backbone, num_classes=2, dropout=0.0, preprocessor=None)
 model.compile(
