@@ -35,10 +35,14 @@ class Table:
         return table
 
     def markdown(self) -> str:
-        """Return the table for the manual."""
+        """Return the table for the manual; beside numbers a word that stands in all rows is said once, above them."""
         rule = ["---" if number < self.words else "---:" for number in range(len(self.columns))]
-        lines = ["| " + " | ".join(line) + " |" for line in (self.columns, rule, *self.rows)]
-        return "\n".join(lines) + "\n"
+        words = range(self.words if len(self.rows) > 1 and self.words < len(self.columns) else 0)
+        same = [number for number in words if len({row[number] for row in self.rows}) == 1]
+        said = f"{'; '.join(f'{self.columns[number]}: {self.rows[0][number]}' for number in same)}.\n\n" if same else ""
+        kept = [number for number in range(len(self.columns)) if number not in same]
+        lines = ["| " + " | ".join(line[number] for number in kept) + " |" for line in (self.columns, rule, *self.rows)]
+        return said + "\n".join(lines) + "\n"
 
 
 def _text(key: str) -> Callable[[Row], str]:

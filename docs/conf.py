@@ -47,7 +47,7 @@ redirects = {
 html_theme = "furo"
 html_title = f"ampx {release}"
 html_static_path = ["_static"]
-html_css_files = ["diff.css"]
+html_css_files = ["ampx.css"]
 html_search_scorer = str(ROOT / "docs" / "search.js")
 
 
@@ -87,6 +87,13 @@ def _resolve_type(app, env, node, contnode):
     return None
 
 
+def _mark_options(app, doctree, docname):
+    """Mark the options among the code, for the style sheet."""
+    for code in doctree.findall(nodes.literal):
+        if code.astext().startswith("-"):
+            code["classes"].append("option")
+
+
 def setup(app):
     """Register what is written about docstrings."""
     for module in ("ampx.api", "ampx.session"):  # the overloads are for type checkers: a reader wants one signature
@@ -96,3 +103,4 @@ def setup(app):
     app.connect("autodoc-process-docstring", _docstring_to_rst, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", _type_beside_name, priority=600)  # after it
     app.connect("missing-reference", _resolve_type)
+    app.connect("doctree-resolved", _mark_options)

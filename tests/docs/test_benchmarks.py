@@ -41,6 +41,12 @@ def test_a_median_in_a_table_is_the_one_in_the_json(report):
     (table,) = report.tables(run)
     assert table.rows == (("a", "w", "float16", "1.50 ms", "2.5 s", "0.600", "0.500 to 0.750", "3.2 MiB", ""),)
     assert table.markdown().splitlines()[1] == "| --- | --- | --- |" + " ---: |" * 6
+    (table,) = report.tables({"whole_step": [*run["whole_step"], {**run["whole_step"][0], "workload": "v"}]})
+    said, _, names, rule, *rows = table.markdown().splitlines()
+    assert said == "against: a; dtype: float16."
+    assert names.startswith("| workload | ampx |")
+    assert rule == "| --- |" + " ---: |" * 6
+    assert [row[:6] for row in rows] == ["| w | ", "| v | "]
 
 
 def test_a_part_that_fails_keeps_no_other_from_running_and_is_told_by_the_exit_status(tmp_path):

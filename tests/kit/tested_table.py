@@ -122,27 +122,33 @@ def reasons_table(rows: Iterable[Row]) -> str:
                 levels.append(row.level)
     lines = [_line("framework", "device", "not supported", "why"), _line(*["---"] * 4)]
     for (framework, device, reason), cells in refused.items():
-        parts = [f"{dtype} {', '.join(levels)}{what}" for (dtype, what), levels in cells.items()]
-        lines.append(_line(framework, device, "; ".join(parts), " ".join(reason.split())))
+        parts = [f"{dtype} {_listed(levels)}{what}" for (dtype, what), levels in cells.items()]
+        why, *_ = " ".join(reason.split()).split(" Choose ")  # an error also says what to do
+        lines.append(_line(framework, device, "; ".join(parts), why))
     return "\n".join(lines)
 
 
 def compact_table(rows: Iterable[Row]) -> str:
-    """Return one line for each device: for every aspect, at which levels it is shown, and how, or declared."""
+    """Return one line for each device: for every aspect the levels at which it is shown as most are, or how else."""
     by_device: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.supported:
             by_device.setdefault((row.framework, row.device), []).append(row)
-    lines = [_line("framework", "device", "dtypes", *ASPECTS), _line(*["---"] * (3 + len(ASPECTS)))]
+    lines = [_line("framework", "device", "dtypes", "shown", *ASPECTS), _line(*["---"] * (4 + len(ASPECTS)))]
     for (framework, device), rows_of_device in by_device.items():
         dtypes = list(dict.fromkeys(row.dtype for row in rows_of_device if row.dtype != "float32"))
-        cells = [_summary(rows_of_device, dtypes, aspect) for aspect in ASPECTS]
-        lines.append(_line(framework, device, ", ".join(dtypes) or "none", *cells))
+        cells = [_levels(rows_of_device, dtypes, aspect) for aspect in ASPECTS]
+        words = [status for levels in cells for status in levels]
+        usual = max((*_SHOWN, "declared"), key=words.count)
+        lines.append(
+            _line(framework, device, ", ".join(dtypes) or "none", usual, *(_summary(levels, usual) for levels in cells))
+        )
     return "\n".join(lines)
 
 
-def _summary(rows: list[Row], dtypes: list[str], aspect: str) -> str:
-    parts = []
+def _levels(rows: list[Row], dtypes: list[str], aspect: str) -> dict[str, list[str]]:
+    """Return the levels at which an aspect has each status that says that it is there."""
+    levels_of = {}
     for status in (*_SHOWN, "declared"):
         matching = [row for row in rows if row.statuses[aspect] == status]
         levels = []
@@ -151,8 +157,18 @@ def _summary(rows: list[Row], dtypes: list[str], aspect: str) -> str:
             whole = level == "O0" or set(having) == set(dtypes)
             levels += [level] if whole else [f"{dtype} {level}" for dtype in having]
         if levels:
-            parts.append(f"{status}: {', '.join(levels)}")
+            levels_of[status] = levels
+    return levels_of
+
+
+def _summary(levels_of: Mapping[str, list[str]], usual: str) -> str:
+    parts = [f"{'' if status == usual else f'{status}: '}{_listed(levels)}" for status, levels in levels_of.items()]
     return "; ".join(parts) or "no"
+
+
+def _listed(levels: list[str]) -> str:
+    """Return the levels with commas, and a row of three or more as a range."""
+    return f"{levels[0]}–{levels[-1]}" if " ".join(levels) in "O0 O1 O2 O3" and len(levels) > 2 else ", ".join(levels)
 
 
 def _line(*cells: str) -> str:

@@ -1,6 +1,7 @@
 """Orders of calls: each gives the numbers of plain arithmetic, or is refused before anything changes.
 
 One test is one row of docs/explanation/order-of-calls.md, and the first line of its docstring is the row's first cell.
+Only orders that published code needs are reconciled: the docstring names the program, by its path in `tests/`.
 The oracle is arithmetic on the gradients that a test chooses: gradient descent with learning rate 0.5, without
 momentum, from the bench's first weights.
 """
@@ -97,7 +98,11 @@ class OrderTests(KitTests):
     # -- bodies and the step ---------------------------------------------------------------------------
 
     def test_several_bodies_one_step(self) -> None:
-        """Several bodies come before one step."""
+        """Several bodies come before one step.
+
+        Who writes it: `programs/plain/torch_accumulation_clipping.py`, `programs/mxnet/word_language_model.py`,
+        Accelerate, Lightning.
+        """
         bench = self.bench(self.start(ampx.LossScale(growth_interval=1)))
         for slopes in (FINITE, OTHER, FINITE):
             bench.accumulate(slopes)
@@ -107,7 +112,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_a_loss_scale_loaded_between_two_bodies(self) -> None:
-        """The loss scale is loaded between two bodies of one step."""
+        """The loss scale is loaded between two bodies of one step.
+
+        Who writes it: `programs/plain/torch_accumulation_clipping.py`.
+        """
         amp = self.start(ampx.LossScale(init_scale=2.0**8))
         bench = self.bench(amp)
         bench.accumulate(FINITE)
@@ -121,7 +129,10 @@ class OrderTests(KitTests):
 
     @requires("per_loss_scales")
     def test_bodies_of_several_loss_ids(self) -> None:
-        """Bodies of several loss ids come before one step."""
+        """Bodies of several loss ids come before one step.
+
+        Who writes it: `programs/apex/gan.py`.
+        """
         bench = self.bench(self.start(ampx.LossScale(growth_interval=1)))
         bench.train(FINITE)  # the first id's scale is 2**17 from here on, the other's 2**16
         for loss_id, slopes in ((0, FINITE), (1, OTHER), (0, OTHER)):
@@ -131,7 +142,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_a_body_without_backward(self) -> None:
-        """A body has no backward."""
+        """A body has no backward.
+
+        Who writes it: none needed: a step without gradients.
+        """
         amp = self.start()
         bench = self.bench(amp)
         with amp.scale_loss(bench.loss(), bench.opt):
@@ -144,7 +158,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_backward_after_the_body(self) -> None:
-        """Backward runs on the scaled loss after its body."""
+        """Backward runs on the scaled loss after its body.
+
+        Who writes it: tapes, as in `docs/how-to/use-tensorflow.md`; Paddle's `GradScaler`.
+        """
         amp = self.start()
         bench = self.bench(amp)
         with amp.scale_loss(bench.loss(), bench.opt) as scaled:
@@ -186,7 +203,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_a_body_in_a_body_of_another(self) -> None:
-        """A body starts inside one of another optimizer."""
+        """A body starts inside one of another optimizer.
+
+        Who writes it: none needed.
+        """
         amp = self.start()
         a, b = self.bench(amp), self.bench(amp, loss_scale=ampx.LossScale(init_scale=4.0))
         with amp.scale_loss(a.loss(FINITE), a.opt) as scaled:
@@ -234,7 +254,11 @@ class OrderTests(KitTests):
     # -- steps -----------------------------------------------------------------------------------------
 
     def test_a_step_without_gradients(self) -> None:
-        """A step finds no gradients."""
+        """A step finds no gradients.
+
+        Who writes it: `torch.distributed.checkpoint`, which steps to make optimizer states;
+        `programs/plain/torch_several_optimizers.py`.
+        """
         bench = self.bench(self.start(ampx.LossScale(growth_interval=2)))
         bench.train()
         before, saved = bench.snapshot(), bench.saved()
@@ -294,7 +318,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_a_raw_step_while_nothing_is_pending(self) -> None:
-        """The raw optimizer is stepped while nothing is pending."""
+        """The raw optimizer is stepped while nothing is pending.
+
+        Who writes it: `programs/styles/torch_amp/warmup_raw.py`.
+        """
         bench = self.bench(self.start())
         bench.train_plainly(FINITE)
         assert bench.values() == moved(FINITE)
@@ -304,7 +331,10 @@ class OrderTests(KitTests):
 
     @requires("closures")
     def test_a_step_with_a_closure(self) -> None:
-        """A step gets a closure that clears, scales and runs backward."""
+        """A step gets a closure that clears, scales and runs backward.
+
+        Who writes it: `programs/styles/apex_amp/closure.py`, Lightning.
+        """
         amp = self.start()
         bench, calls = self.bench(amp), []
 
@@ -324,7 +354,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_nothing_cleared_after_an_applied_step(self) -> None:
-        """Nobody clears the gradients of a step that was applied."""
+        """Nobody clears the gradients of a step that was applied.
+
+        Who writes it: `programs/styles/apex_amp/nan_guard_without_zero.py`, by apex's own rule.
+        """
         bench = self.bench(self.start(ampx.LossScale(growth_interval=1)))
         for slopes in (FINITE, OTHER):  # the scale grows in between
             bench.accumulate(slopes)
@@ -347,7 +380,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_pending_gradients_cleared(self) -> None:
-        """Pending gradients are cleared before the step."""
+        """Pending gradients are cleared before the step.
+
+        Who writes it: `programs/styles/apex_amp/nan_guard.py`.
+        """
         bench = self.bench(self.start())
         saved = bench.saved()
         for unscales in (False, True):
@@ -361,7 +397,11 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_gradients_cleared_behind_the_wrapper(self) -> None:
-        """Gradients are cleared by the model or the raw optimizer, and not by the wrapped one."""
+        """Gradients are cleared by the model or the raw optimizer, and not by the wrapped one.
+
+        Who writes it: `programs/apex/gan.py`, `programs/mxnet/word_language_model.py`,
+        `programs/styles/apex_amp/sam_like.py`.
+        """
         bench = self.bench(self.start())
 
         def step(slopes: Chosen) -> None:
@@ -383,7 +423,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_gradients_cleared_in_a_body(self) -> None:
-        """Gradients are cleared inside a body, before its backward."""
+        """Gradients are cleared inside a body, before its backward.
+
+        Who writes it: none needed: `zero_grad` starts over from everywhere.
+        """
         amp = self.start()
         bench = self.bench(amp)
         bench.accumulate(OTHER)
@@ -397,7 +440,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_unscale_twice(self) -> None:
-        """Unscale or clip_grad_norm is called a second time."""
+        """Unscale or clip_grad_norm is called a second time.
+
+        Who writes it: Accelerate, whose `clip_grad_norm_` unscales all optimizers each time.
+        """
         amp = self.start()
         bench = self.bench(amp)
         bench.accumulate()
@@ -445,7 +491,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_writes_after_unscale(self) -> None:
-        """Gradients are written after unscale."""
+        """Gradients are written after unscale.
+
+        Who writes it: `programs/plain/torch_accumulation_clipping.py`, Horovod's sums.
+        """
         amp = self.start()
         calls: list[Callable[[Any], Any]] = [amp.unscale]
         if self.declares("clip_grad_norm"):
@@ -463,7 +512,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_writes_while_scaled(self) -> None:
-        """Gradients are written while they are scaled."""
+        """Gradients are written while they are scaled.
+
+        Who writes it: sums over processes by hand, as in `tests/mxnet/test_distributed.py`.
+        """
         bench = self.bench(self.start(ampx.LossScale(init_scale=4.0)))
         bench.accumulate(FINITE)
         self.subject.write_gradients(bench.raw, bench.parameters, [[4.0 * slope for slope in row] for row in OTHER])
@@ -474,7 +526,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_a_loss_that_no_body_scaled_before_a_body(self) -> None:
-        """A loss that went through no body runs backward before a body."""
+        """A loss that went through no body runs backward before a body.
+
+        Who writes it: `programs/styles/apex_amp/plain_backward_first.py`.
+        """
         bench = self.bench(self.start())
         self.backward(bench, OTHER)
         self.adds_to_what_is_left(bench)
@@ -495,7 +550,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_one_loss_of_several_optimizers(self) -> None:
-        """One body is for several optimizers."""
+        """One body is for several optimizers.
+
+        Who writes it: `programs/plain/torch_several_optimizers.py`.
+        """
         amp = self.start()
         a, b = self.bench(amp), self.bench(amp, loss_scale=ampx.LossScale(init_scale=4.0))
         multi_backward([a, b], (FINITE, OTHER))
@@ -519,7 +577,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_a_loss_of_another_left_gradients(self) -> None:
-        """A body of another optimizer left gradients on this one's parameters."""
+        """A body of another optimizer left gradients on this one's parameters.
+
+        Who writes it: `programs/apex/gan.py`, `programs/torch_amp/gan.py`.
+        """
         if not self.subject.watches_others:
             pytest.skip(f"the harness of {self.backend.name!r} does not say that other optimizers' bodies are watched")
         amp = self.start()
@@ -554,7 +615,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_optimizers_that_share_a_parameter_one_after_the_other(self) -> None:
-        """Two optimizers hold one parameter, and each is cleared before the other's body."""
+        """Two optimizers hold one parameter, and each is cleared before the other's body.
+
+        Who writes it: `infogan.py` of PyTorch-GAN.
+        """
         a, b = self.sharing(self.start())
         assert a.train(FINITE).applied
         assert b.train(OTHER).applied
@@ -564,7 +628,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_optimizers_that_share_a_parameter_at_once(self) -> None:
-        """Two optimizers hold one parameter, and both wait for their steps."""
+        """Two optimizers hold one parameter, and both wait for their steps.
+
+        Who writes it: `curl_sac.py` of CURL, whose encoder has two optimizers.
+        """
         if not self.subject.shares_parameters:
             self.refuses_to_share()
             return
@@ -621,7 +688,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_an_exception_before_backward(self) -> None:
-        """An exception leaves a body before its backward."""
+        """An exception leaves a body before its backward.
+
+        Who writes it: `find_executable_batch_size` of Accelerate.
+        """
         amp = self.start()
         bench, casting = self.bench(amp), self.subject.casting()
 
@@ -644,7 +714,10 @@ class OrderTests(KitTests):
 
     @on_parameters
     def test_an_exception_after_backward(self) -> None:
-        """An exception leaves a body after its backward, and the gradients are not cleared."""
+        """An exception leaves a body after its backward, and the gradients are not cleared.
+
+        Who writes it: none needed: a body that finds gradients.
+        """
         amp = self.start()
         bench = self.bench(amp)
 
@@ -690,7 +763,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_a_session_that_ends_in_a_body(self) -> None:
-        """The session ends inside a body."""
+        """The session ends inside a body.
+
+        Who writes it: notebooks, where a cell runs again.
+        """
         amp = self.start()
         bench = self.bench(amp)
         with amp.scale_loss(bench.loss(), bench.opt) as scaled:
@@ -702,7 +778,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_a_session_that_ends_before_the_step(self) -> None:
-        """The session ends, or another replaces it, between body and step."""
+        """The session ends, or another replaces it, between body and step.
+
+        Who writes it: notebooks, where a cell runs again.
+        """
         amp = self.start()
         bench = self.bench(amp)
         for end in (lambda: self.start(ampx.LossScale(init_scale=2.0)), amp.shutdown):
@@ -724,7 +803,10 @@ class OrderTests(KitTests):
 
     @with_optimizer_objects
     def test_a_copy_while_gradients_are_pending(self) -> None:
-        """An optimizer is copied while scaled gradients are pending."""
+        """An optimizer is copied while scaled gradients are pending.
+
+        Who writes it: none needed.
+        """
         if "deepcopy" not in self.subject.copies:
             pytest.skip(f"the harness of {self.backend.name!r} does not say that optimizers can be copied")
         amp = self.start()
