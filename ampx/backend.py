@@ -147,6 +147,8 @@ class Backend(abc.ABC):
         name: Name of the framework, as `init` takes it.
         capabilities: What it can do.
         optimizers: What `wrap_optimizer` accepts, in words, for its errors.
+        prepare_finds_modules: At O1 modules that `allow` and `deny` name are those that `prepare` is passed; else they
+            are known by their names when they are called.
         offers: By name of a `Contract`, the class that fulfils it: the class itself, or `"module:class"`, which is
             imported on first use.
     """
@@ -154,6 +156,7 @@ class Backend(abc.ABC):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
     optimizers: ClassVar[str] = "one of the framework's optimizers"
+    prepare_finds_modules: ClassVar[bool] = False
     offers: ClassVar[Mapping[str, str | type[Contract]]] = {}
 
     @abc.abstractmethod
@@ -532,6 +535,11 @@ def is_module(entry: Any) -> bool:
 def module_patterns(entries: Iterable[Any]) -> list[str]:
     """Return the patterns of names of modules among entries of allow or deny."""
     return [entry.removeprefix(MODULE) for entry in entries if is_module(entry)]
+
+
+def prepare_line(entries: Iterable[Any], prepare_finds_modules: bool) -> tuple[str, ...]:
+    """Return the line of code by which entries of allow or deny find their modules at O1; none where none is needed."""
+    return ("model = amp.prepare(model)",) if prepare_finds_modules and any(map(is_module, entries)) else ()
 
 
 def map_leaves(tree: Tree, function: Callable[[Any], Any]) -> Tree:

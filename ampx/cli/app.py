@@ -347,16 +347,16 @@ def diagnose(
         typer.echo(json.dumps(result, indent=1))
     else:
         if diagnosis is None:
-            typer.echo(result["verdict"])
+            terminal.say(result["verdict"])
             for risk in result["risks"]:
-                typer.echo(f"  risk: {risk['text']}")
+                terminal.say(f"  risk: {risk['text']}")
         else:
             place = f"step {result['step']} of {result['script']}, {result['framework']} in {result['dtype']}"
-            typer.echo(f"{place}: {diagnosis}")
+            terminal.say(f"{place}: {diagnosis}")
         for mistake in result["mistakes"]:
-            typer.echo(f"mistake: {mistake}")
+            terminal.say(f"mistake: {mistake}")
         for note in result["notes"]:
-            typer.echo(f"note: {note}")
+            terminal.say(f"note: {note}")
     _write_report(report, result, as_json)
 
 
@@ -377,6 +377,7 @@ def tune(
     out: Annotated[Path, typer.Option("-o", "--out", dir_okay=False, help="The policy file to write.")] = Path(
         "ampx.toml"
     ),
+    checkpoint: Annotated[Path | None, _CHECKPOINT] = None,
     force: Annotated[bool, typer.Option("--force", help="Measure a policy file that is there anew.")] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     repeats: Annotated[int, typer.Option(min=0, help="Rounds of timed runs; 0: no speed.")] = 3,
@@ -390,8 +391,8 @@ def tune(
     color: Annotated[str, _COLOR] = "auto",
 ) -> None:
     """Find which modules of an unedited script stay in float32, by runs of it, and write a policy file."""
-    from ampx.backend import MODULE
     from ampx.numerics import tune_script
+    from ampx.numerics.checkpoint import started_from
     from ampx.numerics.report import exclusion_lines
     from ampx.run import RunSettings
     from ampx.run.command import check_report
@@ -399,7 +400,7 @@ def tune(
 
     check_report(report)
     simulated = tune_script.check_options(purpose, what_if, out, force)
-    with _progress() as progress:
+    with _progress() as progress, started_from(checkpoint) as run:
         policy, result = tune_script.tune_script(
             Program(script, is_module, tuple(arguments or ())),
             RunSettings(dtype, "O1", device),
@@ -412,27 +413,31 @@ def tune(
             seed=seed,
             progress=progress,
             journal=Path(f"{out}.search"),
+            out=str(out),
+            checkpoint=checkpoint,
+            run=run,
         )
+    _note_checkpoint(result, checkpoint)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        typer.echo(result["verdict"])
+        terminal.say(result["verdict"])
         for choice in policy.deny:
-            typer.echo(f"  {choice.entry:<32} {choice.reason}")
+            terminal.say(f"  {choice.entry:<32} {choice.reason}")
         if policy.operations:
-            typer.echo(f"  instead of the modules, wherever they are: {', '.join(policy.operations)}")
+            terminal.say(f"  instead of the modules, wherever they are: {', '.join(policy.operations)}")
         for line in exclusion_lines(result["exclusions"]):
             typer.echo(f"  {line}")
         for note in result["notes"]:
-            typer.echo(f"note: {note}")
+            terminal.say(f"note: {note}")
     if simulated is None:
         with _written("--out", out):
             policy.write(out)
         if not as_json:
-            by_hand = f"amp = ampx.init(policy={str(out)!r})"
-            if any(choice.entry.startswith(MODULE) for choice in policy.deny):
-                by_hand += " and model = amp.prepare(model) before wrap_optimizer"
-            terminal.remark(f"Written: {out}; use it by ampx run --policy {out}, or by {by_hand}.")
+            by_hand = " and ".join(result["lines"])
+            terminal.remark(
+                f"Written: {out}; use it by ampx run --policy {out}, or by {by_hand} before wrap_optimizer."
+            )
     _write_report(report, result, as_json)
 
 

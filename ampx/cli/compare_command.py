@@ -49,19 +49,19 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
             console.print(_table(title, WORST_HEAD, worst_rows(facts["modules"])))
     if report["sweep"] is not None:
         _print_sweep(console, report["sweep"])
-    _print_sentences(console, report)
+    _print_sentences(report)
 
 
-def _print_sentences(console: Console, report: Mapping[str, Any]) -> None:
+def _print_sentences(report: Mapping[str, Any]) -> None:
     """Print what failed, what is worth knowing, and the verdict."""
     for name, message in report["failed"].items():
-        console.print(escape(f"{name} failed: {message}"), soft_wrap=True)
+        terminal.say(f"{name} failed: {message}")
     for mistake in report["mistakes"]:
-        console.print(f"mistake: {escape(mistake)}", soft_wrap=True)
+        terminal.say(f"mistake: {mistake}")
     for note in report["notes"]:
-        console.print(f"note: {escape(note)}", soft_wrap=True)
+        terminal.say(f"note: {note}")
     for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:
-        console.print(escape(verdict), soft_wrap=True)
+        terminal.say(verdict)
 
 
 def _table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +17,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+_LABEL: Final = re.compile(r" *[a-z -]{1,17}: +")  # "  last finite:      ", "note: "
+_CODE: Final = re.compile(r" {4,8}\S")
 COLORS: Final = {"auto": None, "always": True, "never": False}  # None: as the terminal and NO_COLOR say
 
 
@@ -45,6 +51,11 @@ class Terminal:
         if not self.colored:
             return Console(color_system=None, **options)
         return Console(color_system="standard", no_color=False, force_terminal=None if stderr else True, **options)
+
+    def say(self, text: str) -> None:
+        """Print a result in words; on a terminal its lines are broken between words."""
+        columns = shutil.get_terminal_size().columns
+        typer.echo("\n".join(folded(line, columns) for line in text.split("\n")) if sys.stdout.isatty() else text)
 
     def remark(self, text: str) -> None:
         """Print what is worth knowing beside the result."""
@@ -89,3 +100,12 @@ class Terminal:
 
 
 terminal: Final = Terminal()
+
+
+def folded(line: str, columns: int) -> str:
+    """Return a line broken between words, the rest below where its text begins; a line of code stays whole."""
+    if len(line) <= columns or _CODE.match(line):
+        return line
+    label, text = _LABEL.match(line), line.lstrip()
+    behind = label.end() if label else len(line) - len(text) + (2 if text != line else 0)
+    return textwrap.fill(line, columns, subsequent_indent=" " * behind, break_long_words=False, break_on_hyphens=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -13,6 +14,7 @@ from .script import Script
 
 _BCE: Final = {"torch.nn.functional.binary_cross_entropy", "torch.nn.functional.functional.binary_cross_entropy"}
 _BF16: Final = {"torch.cuda.is_bf16_supported"}
+_TEST: Final = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _POLICIES: Final = {
     "set_global_policy",
     "set_dtype_policy",
@@ -56,8 +58,8 @@ def _is_bce(script: Script, call: ast.Call) -> bool:
 
 
 def emulated_bfloat16(script: Script) -> Iterator[Place]:
-    """Emulated bfloat16 is taken for hardware."""
-    for call in script.calls_of(_BF16):
+    """Emulated bfloat16 is taken for hardware; a test asks whether bfloat16 can be computed at all."""
+    for call in () if _TEST.fullmatch(script.source.path.name) else script.calls_of(_BF16):
         if not call.args and not call.keywords:
             yield (
                 call,
@@ -81,8 +83,11 @@ def softmax_in_float16(script: Script) -> Iterator[Place]:
 
 
 def _sets_mixed_float16(script: Script, call: ast.Call) -> bool:
+    """Return whether a call sets the policy, which is passed by its name or as `Policy("mixed_float16")`."""
     sets = any(name.rpartition(".")[2] in _POLICIES for name in script.names(call.func))
-    return sets and any(constant(value) == "mixed_float16" for value in call.args)
+    makers = [maker for value in call.args if sets for maker in script.makers(value)]
+    names = [*call.args, *(argument for maker in makers for argument in maker.args)]
+    return sets and any(constant(name) == "mixed_float16" for name in names)
 
 
 def _activation(script: Script, call: ast.Call) -> ast.expr | None:

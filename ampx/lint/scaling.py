@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
-from ampx.syntax.program import called_name, constant, dotted, receiver
+from ampx.syntax.program import called_name, constant, dotted, keywords, receiver
 
 from .problem import Edit, Place
 from .script import SCALERS, Event, Kind, Script, dtype_of
@@ -18,6 +18,11 @@ _OF_SKIPS: Final = re.compile(
     r"get_scale|get_loss_scaling|\._scale\b|loss_scale|(old|prev|previous|last|new)_scale|skipped|overflow|found_inf"
     r"|gate\(|applied"
 )
+_AVERAGES_BY_FUNCTION: Final = re.compile(
+    r"_?((update|apply)_(\w+_)?ema(_model|_weights|_parameters)?|ema_(update|step))"
+)
+_FINITE: Final = re.compile(r"isfinite|isinf|isnan|is_finite")
+_SCHEDULES: Final = re.compile(r"^torch\.optim\.lr_scheduler\.|^paddle\.optimizer\.lr\.|\.get_\w*schedule\w*$")
 _OPTIMIZER: Final = re.compile(r"optim|(^|[._])opt", flags=re.I)
 # Libraries that scale the loss, or move a schedule, somewhere else.
 _ELSEWHERE: Final = re.compile(r"GradScaler|[Ss]caler|scale_loss|accelerat|deepspeed|[Ff]abric|[Ll]ightning|ampx|apex")
@@ -164,12 +169,18 @@ def updated_between_steps(script: Script) -> Iterator[Place]:
                     f"`{update.scaler}` moves its scale before `{late.subject}` was stepped, whose gradients "
                     "carry the old one; call it once, after the last step",
                 )
+            elif _steps_one_of_several(script, events, update):
+                yield (
+                    update.node,
+                    f"`{update.scaler}` moves its scale before the next optimizer of the loop is stepped, whose "
+                    "gradients carry the old one; call it once, after the loop",
+                )
 
 
 def _stepped_late(script: Script, events: Sequence[Event], update: Event) -> Event | None:
     """Return the first step after an update, in the same pass, of an optimizer that was not stepped before it."""
     same = [event for event in events if event.scaler == update.scaler]
-    steps = [event for event in _of_kind(same, "step") if _joined(script, event, update)]
+    steps = [event for event in _of_kind(same, "step") if _joined(script, event.node, update.node)]
     before = {step.subject for step in steps if script.is_before(step.node, update.node)}
     for event in same[same.index(update) + 1 :] if before else ():
         if event.kind == "scaled":
@@ -179,21 +190,34 @@ def _stepped_late(script: Script, events: Sequence[Event], update: Event) -> Eve
     return None
 
 
-def _joined(script: Script, first: Event, second: Event) -> bool:
-    return script.same_pass(first.node, second.node) and not script.excludes(first.node, second.node)
+def _steps_one_of_several(script: Script, events: Sequence[Event], update: Event) -> bool:
+    """Return whether an update stands in a loop over optimizers, whose gradients were all computed before it."""
+    loop = next(iter(script.program.loops(update.node)), None)
+    if not isinstance(loop, ast.For):
+        return False
+    same = [event for event in events if event.scaler == update.scaler]
+    targets = _names_in([loop.target])
+    stepped = [event for event in _of_kind(same, "step") if script.same_pass(event.node, update.node)]
+    scaled = _of_kind(same, "scaled")
+    before = any(script.comes_before(event.node, loop) for event in scaled)
+    inside = any(script.program.inside(event.node, loop) for event in scaled)
+    return before and not inside and any(not targets.isdisjoint(_names_in(event.node.args[:1])) for event in stepped)
 
 
 def moved_on_skipped_steps(script: Script) -> Iterator[Place]:
     """A schedule or an average moves on though the step was skipped."""
     for function, events in script.events.items():
-        steps = [event for event in _of_kind(events, "step") if script.program.loops(event.node)]
+        steps = [event.node for event in _of_kind(events, "step")]
+        steps = [step for step in steps if function is not script.source.tree or script.program.loops(step)]
         for call in script.calls_in(function) if steps else ():
-            if not any(script.same_pass(call, step.node) and script.comes_before(step.node, call) for step in steps):
-                continue
-            what = _moves(script, call)
+            what = _moves(script, call) if any(_joined(script, call, step) for step in steps) else ""
             if what and not _knows_of_skips(script, function):
                 code = script.program.code(call.func)
                 yield call, f"`{code}` moves {what} in every pass, also where the scaler skipped the step"
+
+
+def _joined(script: Script, first: ast.AST, second: ast.AST) -> bool:
+    return script.same_pass(first, second) and not script.excludes(first, second)
 
 
 def _moves(script: Script, call: ast.Call) -> str:
@@ -206,21 +230,23 @@ def _moves(script: Script, call: ast.Call) -> str:
             averages = any("AveragedModel" in name for name in script.made_by(owner))
         case "update":
             averages = (dotted(owner) or "").rpartition(".")[2] in _AVERAGES
-        case _:
-            return ""
+        case name:
+            averages = _AVERAGES_BY_FUNCTION.fullmatch(name) is not None and len(call.args) + len(call.keywords) > 1
     return "the average of the weights" if averages else ""
 
 
 def _is_schedule(made_by: Set[str]) -> bool:
     """Return whether something is a schedule that moves in every pass; one that waits for a plateau does not."""
-    scheduled = any(".lr_scheduler." in name or re.search(r"get_\w*schedule\w*$", name) for name in made_by)
-    return scheduled and not any("ReduceLROnPlateau" in name for name in made_by)
+    return any(map(_SCHEDULES.search, made_by)) and not any("Plateau" in name for name in made_by)
 
 
 def _knows_of_skips(script: Script, function: ast.AST) -> bool:
     """Return whether a function looks at what the step did."""
-    text = script.source.text if isinstance(function, ast.Module) else script.program.code(function)
-    return _OF_SKIPS.search(text) is not None
+    return _OF_SKIPS.search(_text(script, function)) is not None
+
+
+def _text(script: Script, function: ast.AST) -> str:
+    return script.source.text if isinstance(function, ast.Module) else script.program.code(function)
 
 
 def float16_without_scaling(script: Script) -> Iterator[Place]:
@@ -264,7 +290,7 @@ def _applies_unscaled(script: Script, events: Sequence[Event], step: Event) -> b
     before = [
         event
         for event in _of_kind(events, "scaled", "backward")
-        if _joined(script, event, step) and script.is_before(event.node, step.node)
+        if _joined(script, event.node, step.node) and script.is_before(event.node, step.node)
     ]
     owner = receiver(step.node)
     if not before or before[-1].kind == "scaled" or owner is None or "ampx.wrap_optimizer" in script.made_by(owner):
@@ -310,19 +336,22 @@ def _entered_as(script: Script, name: str) -> set[str]:
 def scale_not_saved(script: Script) -> Iterator[Place]:
     """A checkpoint holds the optimizer and not the loss scale."""
     own = [text for text, call in script.scalers.items() if call is not None and not _is_off(call)]
-    if not own and not script.calls_of({"apex.amp.initialize"}):
+    scaler = own[0] if own else "amp" if script.calls_of({"apex.amp.initialize"}) else None
+    if scaler is None or _saves_scale(script, own) or any(script.leaves(text, _keeps_state) for text in own):
         return
-    if _saves_scale(script, own) or any(map(script.leaves, own)):
-        return
-    scaler = own[0] if own else "amp"
-    for call in script.calls_of({"torch.save", "paddle.save"}):
-        optimizer = next((text for text in _saved_states(script, call) if _OPTIMIZER.search(text)), None)
-        if optimizer is not None:
+    for state in _saved_states(script):
+        optimizer = dotted(receiver(state)) or ""
+        if _OPTIMIZER.search(optimizer):
             yield (
-                call,
+                state,
                 f"the checkpoint holds `{optimizer}` and not `{scaler}`: a run that is resumed begins with another "
                 f"loss scale; save `{scaler}.state_dict()`, too",
             )
+
+
+def _keeps_state(function: str) -> bool:
+    """Return whether what a scaler is passed to may save it: an object, or what is about checkpoints."""
+    return function[:1].isupper() or re.search(r"save|load|check|ckpt|state|resum|restor|regist", function) is not None
 
 
 def _saves_scale(script: Script, scalers: Sequence[str]) -> bool:
@@ -330,19 +359,19 @@ def _saves_scale(script: Script, scalers: Sequence[str]) -> bool:
     return re.search(rf"\b({names})\b\.state_dict\(", script.source.text) is not None
 
 
-def _saved_states(script: Script, save: ast.Call) -> list[str]:
-    """Return the texts of the objects whose `state_dict()` is in what a call saves."""
-    saved = _only_value(script, save.args[0]) if save.args else None
-    states = [] if saved is None else [inner for inner in ast.walk(saved) if called_name(inner) == "state_dict"]
-    return [dotted(owner) or "" for owner in map(receiver, states) if owner is not None]
+def _saved_states(script: Script) -> Iterator[ast.Call]:
+    """Yield the calls of `state_dict` in what functions that save something are passed."""
+    for call in script.calls:
+        passed = [*call.args, *keywords(call).values()] if "save" in called_name(call) else []
+        for value in (value for saved in passed for value in _values(script, saved)):
+            calls = (node for node in ast.walk(value) if isinstance(node, ast.Call))
+            yield from (inner for inner in calls if called_name(inner) == "state_dict")
 
 
-def _only_value(script: Script, node: ast.expr) -> ast.expr | None:
-    """Return what a name was assigned, None where that is not one expression; any other expression as it is."""
-    if not isinstance(node, ast.Name):
-        return node
-    values = [origin.value for origin in script.flow.origins(node) or () if origin.value is not None]
-    return values[0] if len(values) == 1 else None
+def _values(script: Script, node: ast.expr) -> list[ast.expr]:
+    """Return what a name was assigned, as far as that is known; any other expression as it is."""
+    origins = script.flow.origins(node) if isinstance(node, ast.Name) else None
+    return [node] if origins is None else [origin.value for origin in origins if origin.value is not None]
 
 
 def _is_off(call: ast.Call | None) -> bool:
@@ -370,7 +399,29 @@ def unscaled_twice(script: Script) -> Iterator[Place]:
                     event.node,
                     f"`{event.scaler}` divides the gradients of `{event.subject}` a second time, and raises",
                 )
+            elif _is_updated_in_some_passes(script, events, event):
+                yield (
+                    event.node,
+                    f"`{event.scaler}` divides the gradients of `{event.subject}` in every pass and is updated in "
+                    "some: in the others it divides them again, and raises; divide where the optimizer is stepped",
+                )
             open_calls.append(event)
+
+
+def _is_updated_in_some_passes(script: Script, events: Sequence[Event], unscale: Event) -> bool:
+    """Return whether gradients are accumulated: only every so many passes reach an update, and all divide them."""
+    updates = [event for event in _of_kind(events, "update") if event.scaler == unscale.scaler]
+    around = script.program.branches(unscale.node)
+    return bool(updates) and all(
+        _joined(script, update.node, unscale.node)
+        and any(_counts(test) for test in script.program.branches(update.node).keys() - around.keys())
+        for update in updates
+    )
+
+
+def _counts(test: ast.If) -> bool:
+    """Return whether a condition holds in every so many passes: `(step + 1) % accumulate == 0`."""
+    return any(isinstance(node, ast.Mod) for node in ast.walk(test.test))
 
 
 def never_updated(script: Script) -> Iterator[Place]:
@@ -422,6 +473,29 @@ def stepped_by_itself(script: Script) -> Iterator[Place]:
                     event.node,
                     f"`{event.subject}.step()` applies gradients that carry the loss scale of `{scaler}`; call "
                     f"`{scaler}.step({event.subject})` and `{scaler}.update()`",
+                )
+    yield from _stepped_unchecked(script)
+
+
+def _stepped_unchecked(script: Script) -> Iterator[Place]:
+    """The optimizer steps on gradients that the scaler divided, and that nobody looked at."""
+    for function, events in script.events.items():
+        for event in _of_kind(events, "raw step"):
+            divided = [
+                other
+                for other in _of_kind(events, "unscale")
+                if other.scaler in script.scalers
+                and other.subject == event.subject
+                and script.comes_before(other.node, event.node)
+                and script.same_pass(event.node, other.node)
+                and script.implies(event.node, other.node)
+            ]
+            if divided and not _knows_of_skips(script, function) and not _FINITE.search(_text(script, function)):
+                scaler = divided[-1].scaler
+                yield (
+                    event.node,
+                    f"`{event.subject}.step()` applies gradients also where `{scaler}.unscale_` met an overflow in "
+                    f"them; call `{scaler}.step({event.subject})`, which skips the step",
                 )
 
 

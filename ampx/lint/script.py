@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
@@ -239,12 +239,20 @@ class Script:
                 text = dotted(target)
                 if text is not None:
                     scalers[text] = call
-        for call in self.calls:  # `scaler.scale(loss).backward()` is nothing else
-            if called_name(call) == "backward":
-                text = _scaler_of(receiver(call))
-                if text is not None:
-                    scalers.setdefault(text, None)
+        for loss in self._backward_losses():  # `scaler.scale(loss).backward()` is nothing else
+            text = _scaler_of(loss)
+            if text is not None:
+                scalers.setdefault(text, None)
         return scalers
+
+    def _backward_losses(self) -> Iterator[ast.expr | None]:
+        """Yield what `backward` is called of, and what a name of that was assigned in the same function."""
+        backward = [call for call in self.calls if called_name(call) == "backward"]
+        yield from map(receiver, backward)
+        names = {(self.program.function(call), dotted(receiver(call))) for call in backward}
+        for assign in self.program.every(ast.Assign) if names else ():
+            if any((self.program.function(assign), dotted(target)) in names for target in assign.targets):
+                yield assign.value
 
     @cached_property
     def events(self) -> dict[ast.AST, list[Event]]:
@@ -317,19 +325,23 @@ class Script:
         session = receiver(call) if called_name(call) == "scale_loss" else None
         return session is not None and "ampx.init" in self.made_by(session)
 
-    def leaves(self, text: str) -> bool:
-        """Return whether a name's value goes where this file does not show: as an argument, or returned."""
+    def leaves(self, text: str, into: Callable[[str], bool] = lambda function: True) -> bool:
+        """Return whether a name's value goes where this file does not show: returned, kept, or passed to a function.
+
+        `into` says of a function's name whether it counts.
+        """
         last = text.rpartition(".")[2]
         references: list[Reference] = [*self.program.every(ast.Name), *self.program.every(ast.Attribute)]
         for node in references:
             if dotted(node) != text or not isinstance(node.ctx, ast.Load):
                 continue
             parent = self.program.parent(node)
-            if isinstance(parent, (ast.Return, ast.Yield, ast.keyword, ast.Dict, ast.List, ast.Tuple)):
-                return True
-            if isinstance(parent, ast.Call) and node is not parent.func:
+            if isinstance(parent, (ast.Return, ast.Yield, ast.Dict, ast.List, ast.Tuple)):
                 return True
             if isinstance(parent, ast.Assign) and parent.value is node:
+                return True
+            call = self.program.receiving_call(node)
+            if call is not None and into(called_name(call)):
                 return True
         return last != text and any(
             attribute.attr == last and dotted(attribute) != text for attribute in self.program.every(ast.Attribute)

@@ -24,6 +24,7 @@ _PRODUCTS: Final = {
     "paddle.nn.functional.linear",
 }
 _KEEP: Final = {"sigmoid", "tanh", "relu", "abs", "max", "amax", "clamp", "transpose", "view", "reshape", "squeeze"}
+_CASTS: Final = {"to", "type", "astype", "cast", "half", "bfloat16", "type_as"}
 _WHERE: Final = {"torch.where", "paddle.where", "jax.numpy.where", "tensorflow.where", "mxnet.nd.where"}
 # What computes in the dtype of its operand, where no region is around it.
 _IN_ITS_DTYPE: Final = _KEEP | {
@@ -223,12 +224,38 @@ def _added_as_masks(script: Script) -> Iterator[tuple[ast.AST, ast.expr, ast.exp
 
 
 def _is_float32(script: Script, node: ast.AST, other: ast.AST | None) -> bool:
-    """Return whether a value is float32 by the text, or the code looks at its dtype."""
+    """Return whether a value may be float32 by the text, or the code looks at its dtype."""
     if any("dtype" in ast.unparse(test.test) for test in script.program.branches(node)):
         return True
-    return other is not None and any(
-        dtype_of(inner) == "float32" or called_name(inner) in ("float", "double") for inner in ast.walk(other)
-    )
+    return other is not None and (_has_float32(script, other, node) or _is_promoted(script, other, node))
+
+
+def _has_float32(script: Script, node: ast.AST, where: ast.AST, depth: int = 4) -> bool:
+    """Return whether something in an expression is float32 by the text, and so is what is computed of it."""
+    match node:
+        case ast.Name() if depth:
+            value = _assigned_before(script, node.id, where)
+            return value is not None and _has_float32(script, value, script.program.statement(value), depth - 1)
+        case ast.Call():
+            dtypes = {dtype_of(argument) for argument in (*node.args, *keywords(node).values())}
+            if called_name(node) in ("float", "double") or "float32" in dtypes:
+                return True
+            if called_name(node) in _CASTS or script.names(node.func) & _PRODUCTS:
+                return False
+    return any(_has_float32(script, child, where, depth) for child in ast.iter_child_nodes(node))
+
+
+def _is_promoted(script: Script, node: ast.AST, where: ast.AST, depth: int = 4) -> bool:
+    """Return whether a value is a sum of tensors: of float16 and float32, as of a product and a bias, it is float32."""
+    match node:
+        case ast.Name() if depth:
+            value = _assigned_before(script, node.id, where)
+            return value is not None and _is_promoted(script, value, script.program.statement(value), depth - 1)
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            return number(node.left) is None and number(node.right) is None
+        case ast.BinOp():
+            return any(_is_promoted(script, side, where, depth) for side in (node.left, node.right))
+    return False
 
 
 def rounds_to_0(script: Script) -> Iterator[Place]:

@@ -40,7 +40,8 @@ class Link:
 
 
 def _range(stats: Stats) -> str:
-    return f"{stats.smallest:.3g} to {stats.largest:.3g}"
+    finite = stats.elements > stats.nonfinite
+    return f"{stats.smallest:.3g} to {stats.largest:.3g}" if finite else "nothing finite"
 
 
 def chain(readings: Sequence[Reading], position: int, exact: Mapping[Key, Reading], dtype: str) -> tuple[Link, ...]:

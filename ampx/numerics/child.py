@@ -13,6 +13,7 @@ import os
 import pickle
 import platform
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ from ampx.run.supervisor import Finished, supervise
 from .batch import in_one_line
 from .probe import Probe
 from .template import Imported, environment, modules_of
-from .trial import MISUSED, REFUSED, Outcome, Trial
+from .trial import COMPILED, MISUSED, REFUSED, Outcome, Trial
 
 if TYPE_CHECKING:
     from ampx.backend import Backend
@@ -221,11 +222,11 @@ class TrialObserver:
         run.recorder.takes_gradients = take if step in self.trial.gradients else None
 
     def _watch(self, backend: Backend, step: int) -> None:
-        """Watch a step, operations only in the last of those that are watched: they cost most."""
+        """Watch a step, operations in few of those that are watched: they cost most."""
         probe = find_offer(backend, Probe)
         if probe is not None:
             watching = self.trial.watching
-            operations = watching.operations and step == max(self.trial.watched)
+            operations = watching.operations and step in (self.trial.operations_in or (max(self.trial.watched),))
             times = watching.times and not probe.watches_uncompiled
             watching = replace(watching, operations=operations, times=times)
             self._watches.append(self._watching.enter_context(probe.watch(None, watching)))
@@ -261,6 +262,7 @@ class TrialObserver:
             fault=self.fault,
             watches=any(find_offer(backend, Probe) is not None for _, backend in began),
             native=tuple(sorted(native)),
+            prepare_finds_modules=any(backend.prepare_finds_modules for _, backend in began),
             ended_early=self.ended_early,
             notes=tuple(self.notes),
             mistakes=tuple(self.mistakes),
@@ -285,6 +287,10 @@ def _plain(sampled: SampledGradient) -> SampledGradient:
 
 
 def _peak_host() -> int | None:
+    # A copy of a process maps fewer pages of its libraries than a new one, and a new one is told its parent's peak.
+    with suppress(OSError):
+        held = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE))
+        return 1024 * (int(held["VmHWM"]) - int(held["RssFile"]))
     try:
         import resource
     except ImportError:  # Windows
@@ -299,6 +305,8 @@ def main(request: str) -> int:
     finished = Finished()
     observer = finished.recorder.observer = TrialObserver(trial)
     observer.seed()
+    if not (trial.watched or trial.shares_compiled):
+        os.environ.pop(COMPILED, None)
     try:
         supervise(trial.program, trial.settings, trial.framework, finished)
     except AmpxError as reason:  # such as that there is no such program; what the script raised is not raised here
@@ -321,6 +329,7 @@ def main(request: str) -> int:
             "processes": finished.children,
         }
         answer.write_bytes(pickle.dumps(observer.outcome(report, raised)))
+    gc.freeze()  # else Python, while it ends, walks several times over all that the framework has made
     return 0
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final
 
+import numpy as np
+
 from ampx.errors import InvalidOptionError, TrialError
 from ampx.formats import FORMATS, spelled
 from ampx.run import RunSettings
@@ -17,10 +19,13 @@ from ampx.run.program import Program
 
 from .batch import Seen, plain
 from .causes import lost_gradients
-from .compare import WORST, error_map, listed_names, padded, worst_errors
+from .compare import WORST, ModuleError, error_map, listed_names, padded, relative_error, worst_errors
+from .diagnose import SAMPLES
+from .diagnose_script import Runs
 from .meter import LOST
 from .probe import Replayed, Watching
 from .timing import busy, speed_in_words
+from .tolerance import Distance, by_rounding, rounding
 from .trial import (
     GROWN,
     TIMED_STEPS,
@@ -50,7 +55,6 @@ ALONE: Final = 0.5
 # By so much later gradients may be larger than those at which the loss scale has settled.
 ROOM: Final = 4.0
 _COLUMNS: Final = 6  # watched steps
-_SAMPLES: Final = 256
 
 Runner = Callable[[Trial], Outcome]
 Progress = Callable[[str, int | None], Any]
@@ -229,9 +233,16 @@ def _notes(
     notes = list(dict.fromkeys(note for outcome in outcomes for note in outcome.notes))
     if any(_is_nameless(facts, timed) for facts in compared.items()):
         notes.append(_nameless(reference))
+    notes += [_of_fault(name, facts["fault"]) for name, facts in compared.items() if facts["fault"]]
     if any(facts["float32_parts_at"] for facts in compared.values()):
         notes.append(not_repeatable(program))
     return [*notes, _ON_CPU] if reference.run["device"] == "cpu" else notes
+
+
+def _of_fault(name: str, fault: Mapping[str, Any]) -> str:
+    """Return what fails in a dtype, and what was seen to cure it."""
+    cure = f" Cure, tried: {fault['cure']}." if fault["cure"] else ""
+    return f"{name}, step {fault['step']}: {fault['kind']}: {fault['why']}{cure}"
 
 
 def _sweep_point(
@@ -272,7 +283,7 @@ def _timed_runs(
     chosen: dict[str, str] = {}  # by what was asked for, "auto" say
     for repeat in range(repeats):
         if repeat == 1:  # the memory of the first runs is what counts, and theirs alone
-            trial = replace(trial, shares_compiled=True, imported=outcomes[REFERENCE][0].imported)
+            trial = replace(trial, shares_compiled=True)
         for asked in sorted((REFERENCE, *dtypes), key=lambda name: name != "auto"):
             if asked in failed:
                 continue
@@ -291,6 +302,7 @@ def _timed_runs(
                 if not others:
                     return {REFERENCE: [outcome]}, {}  # which is an answer
                 return _timed_runs(trial, list(others), repeats, run, progress)
+            trial = replace(trial, imported=trial.imported or outcome.imported)
             chosen[asked] = REFERENCE if asked == REFERENCE else outcome.dtype
             outcomes.setdefault(chosen[asked], []).append(outcome)
     return outcomes, failed
@@ -338,6 +350,7 @@ def _compare(
     curves, others = references[0].curves(), settled.curves()
     pairs = zip(curves, others, strict=False)
     facts["ends_alike"] = 0 < len(curves) == len(others) and all(ends_alike(*pair, name) for pair in pairs)
+    facts["noise"] = None
     return facts
 
 
@@ -426,6 +439,8 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
         parts.append(f"{lost['dtype']:.0%} of the updates round to nothing ({lost['float32']:.0%} of those in float32)")
     if facts["flushed"]:
         parts.append(f"gradients of {listed_names(facts['flushed'])} flush to zero")
+    if facts["fault"] and facts["fault"]["by_hand"]:
+        parts.append("which says nothing of what the script casts by hand: float32 itself overflows there")
     if _skips_most(facts):
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
     return f"{name}: {', '.join(parts)}: {_conclusion(facts)}."
@@ -438,7 +453,7 @@ def _conclusion(facts: Mapping[str, Any]) -> str:
     smaller = memory is not None and memory < 1 - 5 * ALIKE
     conclusions = (
         (facts["float32_fails"] is not None, "that comes first, and precision is not its cause"),
-        (_skips_most(facts) or bool(facts["flushed"]), "look before you rely on it"),
+        (_skips_most(facts) or bool(facts["flushed"]) or facts["fault"] is not None, "look before you rely on it"),
         (facts["float32_parts_at"] is not None, "make the script repeatable first"),
         (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
         (speed is None, "more steps, by --steps or by the script, decide whether it is worth it"),
@@ -495,6 +510,8 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
 
 def _end(facts: Mapping[str, Any]) -> str:
     broken = sum(isinstance(loss, str) for loss in facts["losses"])
+    if facts["noise"] is not None:
+        return "differs by no more than float32 itself does where it rounds otherwise"
     if facts["ends_alike"]:
         return "ends alike"
     return f"has {broken} value{'s' if broken > 1 else ''} not finite" if broken else "ends elsewhere"
@@ -542,14 +559,14 @@ def _watch(
     spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
     steps = tuple(sorted(spread | {facts["parts_at"] for facts in compared.values() if facts["parts_at"] is not None}))
     settings = replace(trial.settings, watched=True, meter_every=max(1, last // _COLUMNS))
-    watching = Watching("float16", samples=_SAMPLES)
     watched = replace(
         trial,
         settings=settings,
         steps=steps[-1],
         watched=steps,
         gradients=steps,  # in adversarial training, optimizers take turns
-        watching=watching,
+        watching=Watching("float16", operations=True, samples=SAMPLES),
+        operations_in=tuple({_looked_at(facts) for facts in compared.values()}),
         warm_up=0,
         block=1,
         shares_compiled=True,  # nothing of these runs is timed
@@ -562,7 +579,7 @@ def _watch(
         scale = settings.loss_scale if name == REFERENCE else _scale(compared[name])
         outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name, loss_scale=scale)))
     for name, facts in compared.items():
-        facts.update(_watched_facts(watched, name, facts, references, outcomes, run))
+        facts.update(_watched_facts(watched, name, facts, references, outcomes, run, progress))
         facts["verdict"] = verdict(name, facts)
     if not outcomes:
         return [], []
@@ -578,6 +595,7 @@ def _watched_facts(
     references: Sequence[Outcome],
     outcomes: Mapping[str, Outcome],
     run: Runner,
+    progress: Callable[[str], Any],
 ) -> dict[str, Any]:
     """Return what watched runs tell of a dtype, beside `facts`; less where it was not watched."""
     low, exact = outcomes.get(name), outcomes.get(REFERENCE)
@@ -587,13 +605,21 @@ def _watched_facts(
         "lost": {REFERENCE: _lost(exact), "dtype": _lost(low)},
         "float32_parts_at": _differs(references[0], again, name, facts["parts_at"]),
         "modules": None,
+        "fault": None,
         "flushed": [],
     }
     if low is None or exact is None:
         return seen
     seen["flushed"] = lost_gradients(_first_step(low), _first_step(exact))
-    if seen["float32_parts_at"] is None:
-        seen["modules"] = _modules(watched, name, facts, exact, low, run)
+    if seen["float32_parts_at"] is not None:
+        return seen
+    trial = replace(watched, settings=replace(watched.settings, dtype=name, loss_scale=_scale(facts)), may_raise=True)
+    first = None
+    if facts["float32_fails"] is None:
+        seen["fault"], first = _fault(trial, _looked_at(facts), exact, low, run, progress)
+    seen["modules"] = _modules(watched, name, first, exact, low)
+    if _ends_elsewhere(facts, low) and seen["fault"] is None:
+        seen |= _noise(trial, exact, low, run, progress)
     return seen
 
 
@@ -622,34 +648,90 @@ def _scale(facts: Mapping[str, Any]) -> float | None:
     return facts["settled"]["scale"] if facts["settled"] else None
 
 
-def _modules(
-    watched: Trial, name: str, facts: Mapping[str, Any], reference: Outcome, low: Outcome, run: Runner
-) -> dict[str, Any] | None:
-    """Compare what modules compute in the watched steps; None if none can be watched.
+def _looked_at(facts: Mapping[str, Any]) -> int:
+    """Return the step that is diagnosed: where the losses part, or else the first."""
+    return int(facts["parts_at"] or 1)
 
-    The first step is of the same weights, and so is that where the losses part: there casting is off in a third run,
-    which comes to it in the dtype. The other steps are of two trainings, which go ways of their own.
+
+def _fault(
+    trial: Trial, step: int, reference: Outcome, low: Outcome, run: Runner, progress: Callable[[str], Any]
+) -> tuple[dict[str, Any] | None, ModuleError | None]:
+    """Return what `ampx diagnose` finds in a step, and the value of a module that it names; None for nothing.
+
+    That a value differs accuses no module: what it was computed of may have lost the digits, and every value differs
+    where a training has gone another way for reasons of its own. A diagnosis has tried what it says.
     """
-    parts_at, scale = facts["parts_at"], _scale(facts)
-    errors = {step: step_errors(reference, low, step, name) for step in watched.watched}
-    first = errors[1]
-    if not first:
-        return None
-    parted = None
-    if parts_at == 1:
-        parted = next((entry for entry in first if entry.parts), None)
-    elif parts_at is not None:
-        same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
+    if not low.readings.get(step):
+        return None, None
+    try:
+        diagnosis, exact = Runs(trial, step, run, progress, reference).examined(low)
+    except TrialError:  # the step cannot be run again, say
+        return None, None
+    if diagnosis.kind in ("healthy", "loss scale"):
+        return None, None
+    place = diagnosis.first_nonfinite
+    cures = [str(experiment) for experiment in diagnosis.experiments if experiment.cures]
+    said = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
+    fault = {"step": step, **said, "cure": cures[-1] if cures else None}
+    # What float32 computes alike does not differ. Outside of all modules, or of the model as a whole, none is named.
+    if diagnosis.by_hand or place is None or not place.module:
+        return fault, None
+    errors = step_errors(exact, low, step, diagnosis.dtype)
+    own = [entry for entry in errors if (entry.module, entry.direction) == (place.module, place.direction)]
+    return fault, max(own, key=lambda entry: entry.error, default=None)
+
+
+def _ends_elsewhere(facts: Mapping[str, Any], low: Outcome) -> bool:
+    """Return whether a training ends elsewhere than in float32, and nothing is seen to fail in either."""
+    finite = all(loss is None or math.isfinite(loss) for loss in low.losses)
+    return not facts["ends_alike"] and facts["float32_fails"] is None and finite and facts["parts_at"] is not None
+
+
+def _noise(
+    trial: Trial, reference: Outcome, low: Outcome, run: Runner, progress: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Return how far losses may be off by rounding alone, and that they end alike, if they are no further off.
+
+    Two runs in float32 tell, which round what modules take and return to the digits of the dtype, and to one less.
+    """
+    settings = replace(trial.settings, dtype=REFERENCE)
+    same = replace(trial, settings=settings, watched=(), gradients=(), may_raise=False)
+    rounded = []
+    for seed in range(2):
+        progress(f"{trial.program.name} in float32, rounded as {low.dtype} …")
         try:
-            exact = run(replace(same, settings=replace(watched.settings, dtype=name, loss_scale=scale)))
-            parted = next((entry for entry in step_errors(exact, low, parts_at, name) if entry.parts), None)
+            rounded.append(run(replace(same, forced=rounding(low.dtype, seed))))
         except TrialError:
-            # float32 cannot compute with what an earlier step has left in low precision. Of two trainings that have
-            # gone ways of their own, only what is not finite tells.
-            parted = next((entry for entry in errors[parts_at] if math.isinf(entry.error)), None)
+            return {}
+    noises = [by_rounding(low.dtype, Distance(noise)).loss for noise in _apart(*rounded)]
+    errors = _apart(reference, low)
+    within = len(noises) == len(errors) and all(error <= noise for error, noise in zip(errors, noises, strict=True))
+    return {"noise": max(noises), "ends_alike": True} if within else {}
+
+
+def _apart(reference: Outcome, low: Outcome) -> list[float]:
+    """Return of each optimizer how far the losses of a run are from another's, relative to their norm."""
+    errors = []
+    for curve, other in zip(reference.curves(), low.curves(), strict=False):
+        pairs = [pair for pair in zip(curve, other, strict=False) if None not in pair]
+        wides, lows = np.array(pairs, np.float64).reshape(-1, 2).T
+        errors.append(relative_error(lows, wides))
+    return errors
+
+
+def _modules(
+    watched: Trial, name: str, first: ModuleError | None, reference: Outcome, low: Outcome
+) -> dict[str, Any] | None:
+    """Return how far what modules compute is off in the watched steps; None if none can be watched.
+
+    The first step is of the same weights; the others are of two trainings, which go ways of their own.
+    """
+    errors = {step: step_errors(reference, low, step, name) for step in watched.watched}
+    if not errors[1]:
+        return None
     return {
-        "first": None if parted is None else plain(parted),
-        "worst_outputs": plain(worst_errors(first, "forward")[:WORST]),
-        "worst_gradients": plain(worst_errors(first, "backward")[:WORST]),
+        "first": None if first is None else plain(first),
+        "worst_outputs": plain(worst_errors(errors[1], "forward")[:WORST]),
+        "worst_gradients": plain(worst_errors(errors[1], "backward")[:WORST]),
         "map": error_map(errors),
     }

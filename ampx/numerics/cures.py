@@ -148,7 +148,7 @@ class Search:
 
         What a backend does not take as the name of an operation is not tried.
         """
-        operation = None if self._fault.position is None else _low_operation(self._fault.readings, self._fault.position)
+        operation = None if self._fault.position is None else low_operation(self._fault.readings, self._fault.position)
         changes = [] if operation is None else [Change(operations=(operation,), scale=self._scale)]
         if self._dtype == "float16" and self._fault.kind in RANGE:
             changes.append(Change(scale=1.0, dtype="bfloat16"))
@@ -284,7 +284,7 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
     return _before(readings[:position], (*kept, module)) or (around if around not in kept else None) or None
 
 
-def _low_operation(readings: Sequence[Reading], position: int) -> str | None:
+def low_operation(readings: Sequence[Reading], position: int) -> str | None:
     """Return the operation at a place, or else before it in the same module, that computes in low precision."""
     module = readings[position].module
     own = (entry for entry in reversed(readings[: position + 1]) if entry.module == module)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ampx.backend import MODULE
+from ampx.backend import MODULE, prepare_line
 from ampx.errors import AmpxError
 from ampx.formats import FORMATS
 from ampx.policy import OptLevel
@@ -48,6 +48,7 @@ class Diagnosis:
         deny: What cures it, as entries of `deny` in a policy file of `ampx run`; empty where that was not seen. There
             a module of a second model is named with its class, which `prepare` of that model does without.
         chain: The values that lead to the place where the batch first fails, back to one that agrees with float32.
+        by_hand: The script itself casts there: float32 computes it in low precision, too.
     """
 
     kind: Kind
@@ -64,6 +65,7 @@ class Diagnosis:
     experiments: tuple[Experiment, ...] = ()
     deny: tuple[str, ...] = ()
     chain: tuple[Link, ...] = ()
+    by_hand: bool = False
 
     @property
     def precision_is_innocent(self) -> bool:
@@ -93,10 +95,11 @@ class Diagnosis:
         if place is None:
             return []
         if self.kind == "error":
-            return [f"  raises: {place}; in float32 from values {_range(place.inputs)}"]
+            return [f"  raises: {place}; in float32 from {_range(place.inputs)}"]
         last, first = ("finite", "non-finite") if place.value.nonfinite else ("right", "wrong")
         lines = [] if before is None else [f"  {f'last {last}:':<18}{before}: {_range(before.value)}"]
-        lines.append(f"  {f'first {first}:':<18}{place}: {_range(place.value)}, from {_range(place.inputs)}")
+        inputs = f", from {_range(place.inputs)}" if place.inputs.elements else ""
+        lines.append(f"  {f'first {first}:':<18}{place}: {_range(place.value)}{inputs}")
         if len(self.chain) < _ENDS:
             return lines
         return [*lines, *(f"  {'' if number else 'on the way:':<18}{link}" for number, link in enumerate(self.chain))]
@@ -108,8 +111,13 @@ _ENDS: Final = 3  # a shorter chain has what the bracket says
 def _range(stats: Stats) -> str:
     if not stats.elements:
         return "nothing"
-    bad = f"{stats.nonfinite} of {stats.elements} not finite ({stats.nan} NaN), the others " if stats.nonfinite else ""
-    return f"{bad}of magnitude {stats.smallest:.3g} to {stats.largest:.3g}, lowest {stats.lowest:.3g}"
+    finite = f"of magnitude {stats.smallest:.3g} to {stats.largest:.3g}, lowest {stats.lowest:.3g}"
+    if not stats.nonfinite:
+        return f"values {finite}" if stats.largest else "zeros"
+    several = f"not finite, {stats.nan} of them NaN"
+    kind = "infinite" if not stats.nan else "NaN" if stats.nan == stats.nonfinite else several
+    others = f", the others {finite if stats.largest else 'zeros'}" if stats.nonfinite < stats.elements else ""
+    return f"{stats.nonfinite} of {stats.elements} {kind}{others}"
 
 
 # -- what to do --------------------------------------------------------------------------------------------------------
@@ -129,7 +137,7 @@ _WIDE: Final = 'amp = ampx.init(dtype="bfloat16")'
 _CLIP: Final = "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)"
 
 
-def _denied(modules: Iterable[str], dtype: str, tried: bool) -> str:
+def _denied(modules: Iterable[str], dtype: str, tried: bool, prepare_finds_modules: bool) -> str:
     """Return the lines that keep modules in float32; "" for none that has a name.
 
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
@@ -143,10 +151,9 @@ def _denied(modules: Iterable[str], dtype: str, tried: bool) -> str:
     policy = f"; in a policy file: {[f'{MODULE}{name}' for name in parts]!r}" if models else ""
     it = "it" if len(entries) == 1 else "them"
     keeps = f"keep {it} in float32" if tried else f"may cure it: keep {it} in float32"
-    return (
-        f"amp = ampx.init(dtype={dtype!r}, deny={entries!r})  # {keeps}\n"
-        f"model = amp.prepare(model)  # {which}, before wrap_optimizer{policy}"
-    )
+    init = f"amp = ampx.init(dtype={dtype!r}, deny={entries!r})  # {keeps}"
+    prepare = prepare_line(entries, prepare_finds_modules)
+    return "\n".join([init, *(f"{line}  # {which}, before wrap_optimizer{policy}" for line in prepare)])
 
 
 def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
@@ -168,20 +175,24 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
     return lines.get(kind, "")
 
 
-def _advice(fault: Fault, dtype: str, float32_fails: bool, cure: Change | None, tried: bool) -> str:
+def _advice(
+    fault: Fault, dtype: str, float32_fails: bool, cure: Change | None, tried: bool, prepare_finds_modules: bool
+) -> str:
     """Return what to do, as code: what was seen to cure it, or else what may, which was not tried."""
-    return _untried(fault, dtype, float32_fails, tried) if cure is None else _of_cure(cure, dtype)
+    if cure is not None:
+        return _of_cure(cure, dtype, prepare_finds_modules)
+    return _untried(fault, dtype, float32_fails, tried, prepare_finds_modules)
 
 
-def _of_cure(cure: Change, dtype: str) -> str:
+def _of_cure(cure: Change, dtype: str, prepare_finds_modules: bool) -> str:
     if cure.dtype is not None:
         return _WIDE
     if cure.operations:
         return f"amp = ampx.init(dtype={dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
-    return _denied(cure.float32, dtype, True) or _REGION
+    return _denied(cure.float32, dtype, True, prepare_finds_modules) or _REGION
 
 
-def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool) -> str:
+def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool, prepare_finds_modules: bool) -> str:
     if fault.by_hand:
         return _BY_HAND
     own = _in_the_script(fault.kind, fault.place, dtype)
@@ -192,7 +203,7 @@ def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool) -> str:
     module = "" if fault.place is None else fault.place.module
     if tried and module:
         return "\n".join(f"# may cure it, and was not tried:\n{text}" for text in more)
-    first = _denied((module,), dtype, False) or _REGION
+    first = _denied((module,), dtype, False, prepare_finds_modules) or _REGION
     return "\n".join([first, *(f"# or, which was not tried:\n{text}" for text in more)])
 
 
@@ -207,6 +218,7 @@ def examined(
     again: Again | None,
     growth: Growth | None = None,
     compared: Callable[[], Seen] | None = None,
+    prepare_finds_modules: bool = False,
 ) -> Diagnosis:
     """Say where a batch first fails, and why.
 
@@ -218,6 +230,7 @@ def examined(
         again: Runs the batch in that precision with a change; None where nothing is to be tried.
         growth: How far training has diverged in float32, if it has.
         compared: Returns what changes are compared with, as `Search` takes it; None for `reference`.
+        prepare_finds_modules: As in `ampx.Backend`, for the lines that are advised.
     """
     compared = functools.cache(compared or (lambda: reference))
     trial = None if again is None or not reference.finite else _Trials(again, compared)
@@ -231,12 +244,13 @@ def examined(
         if isinstance(low, Seen) and low.only_gradients_overflow and not fault.stays_finite:
             trial = trial.settled()
             fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
-    return _concluded(fault, low if isinstance(low, Seen) else None, reference, dtype, scale, trial)
+    seen = low if isinstance(low, Seen) else None
+    return _concluded(fault, seen, reference, dtype, scale, trial, prepare_finds_modules)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:
     """Say where a batch first fails, and why, and try nothing: see `find_fault` for the arguments."""
-    return _concluded(find_fault(low, reference, dtype, scale, settled), low, reference, dtype, scale, None)
+    return _concluded(find_fault(low, reference, dtype, scale, settled), low, reference, dtype, scale, None, False)
 
 
 @dataclass(frozen=True)
@@ -265,7 +279,13 @@ class _Trials:
 
 
 def _concluded(
-    fault: Fault | None, low: Seen | None, reference: Seen, dtype: str, scale: float, trial: _Trials | None
+    fault: Fault | None,
+    low: Seen | None,
+    reference: Seen,
+    dtype: str,
+    scale: float,
+    trial: _Trials | None,
+    prepare_finds_modules: bool,
 ) -> Diagnosis:
     """Return the diagnosis of a fault, after trying what may cure it."""
     fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
@@ -287,11 +307,12 @@ def _concluded(
         None if fault.position is None else last_finite(fault.readings, fault.position),
         None if place is None else Place.of(place),
         f"{fault.why}.",
-        _advice(fault, dtype, fails, cure, bool(experiments)),
+        _advice(fault, dtype, fails, cure, bool(experiments), prepare_finds_modules),
         () if low is None else _bearing(fault, low, reference, dtype, scale),
         tuple(experiments),
         () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
         links,
+        fault.by_hand,
     )
 
 
@@ -386,4 +407,5 @@ def diagnose(
         raise
     except Exception as error:
         low = Refusal(in_one_line(error), batch.read_before_error)
-    return examined(low, reference, chosen, scale, again)
+    finds = batch.backend.prepare_finds_modules
+    return examined(low, reference, chosen, scale, again, prepare_finds_modules=finds)

@@ -112,43 +112,34 @@ def _look_at(
         run: Runs a trial.
         progress: Is called with what is done now.
     """
-    runs = _Runs(trial, step, run, progress)
+    runs = Runs(trial, step, run, progress)
     low = runs.run("watched")
-    dtype, scale = low.dtype, low.scale_at(step)
     if what == "loss" and first is not None and math.isfinite(_loss(low, step)):
         notes.append(f"The loss was finite when the step was run again: the script {DIFFERS}.")
-    low_step = runs.seen(low)
-    reference = low if dtype == "float32" else runs.reference(low)
-    exact_step = runs.seen(reference)
-    if isinstance(exact_step, Refusal):
-        raise TrialError(
-            f"{trial.program.name} raises after {reference.steps} steps in float32, too: "
-            f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
-            f"precision is innocent."
-        )
-    # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
-    fails = isinstance(low_step, Refusal) or not low_step.finite
-    growth = _growth(low if dtype == "float32" else runs.whole(), step) if fails else None
-    diagnosis = examined(
-        exact_step if reference is low else low_step, exact_step, dtype, scale, runs.changed, growth, runs.compared
-    )
+    diagnosis, reference = runs.examined(low)
+    low_step, exact_step = runs.seen(low), _seen(reference, step)
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
-    notes += _lost_updates(low, step)
-    agreement = _agreement(low_step, exact_step, dtype, scale)
+    notes += lost_updates(low)
+    agreement = _agreement(low_step, exact_step, low.dtype, low.scale_at(step))
     look = _Look(step, what, low, exact_step.readings, diagnosis, agreement)
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
 
 
-class _Runs:
+class Runs:
     """Runs of a script up to one step, in which it is watched."""
 
     def __init__(
-        self, trial: Trial, step: int, run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
+        self,
+        trial: Trial,
+        step: int,
+        run: Callable[[Trial], Outcome],
+        progress: Callable[[str], Any],
+        whole: Outcome | None = None,
     ) -> None:
-        """Start with nothing run; for the arguments see `_look_at`."""
+        """Start with nothing run but what `whole` returns, if that is known; for the other arguments see `_look_at`."""
         self._step, self._run, self._progress = step, run, progress
-        self._whole: Outcome | None = None
+        self._whole = whole
         before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
         self._trial = replace(
             trial,
@@ -157,8 +148,34 @@ class _Runs:
             watched=before,
             gradients=(step,),
             watching=Watching("float16", operations=True, samples=SAMPLES),
+            operations_in=(),
             stop_at_fault=False,
         )
+
+    def examined(self, low: Outcome) -> tuple[Diagnosis, Outcome]:
+        """Return the diagnosis of the step, and the run in float32 that it was compared with.
+
+        Args:
+            low: The run that fails, watched as `run` does, with the operations of the step.
+        """
+        dtype, step = low.dtype, self._step
+        low_step = self.seen(low)
+        reference = low if dtype == "float32" else self.reference(low)
+        exact_step = self.seen(reference)
+        if isinstance(exact_step, Refusal):
+            raise TrialError(
+                f"{self._trial.program.name} raises after {reference.steps} steps in float32, too: "
+                f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
+                f"precision is innocent."
+            )
+        # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
+        fails = isinstance(low_step, Refusal) or not low_step.finite
+        growth = _growth(low if dtype == "float32" else self.whole(), step) if fails else None
+        failing = exact_step if reference is low else low_step
+        scale = low.scale_at(step)
+        finds = low.prepare_finds_modules
+        diagnosis = examined(failing, exact_step, dtype, scale, self.changed, growth, self.compared, finds)
+        return diagnosis, reference
 
     def run(self, words: str, trial: Mapping[str, Any] | None = None, **settings: Any) -> Outcome:
         """Run the script with changes to the trial and to its settings."""
@@ -390,7 +407,7 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
     return f"{module} is off by {apart.error:.2g} of its norm, where rounding explains {apart.bound:.2g}"
 
 
-def _lost_updates(outcome: Outcome, step: int) -> list[str]:
+def lost_updates(outcome: Outcome) -> list[str]:
     """Return a sentence for each optimizer whose updates of weights in low precision are rounded away."""
     sentences = []
     for meter in outcome.run["meters"]:
@@ -399,7 +416,7 @@ def _lost_updates(outcome: Outcome, step: int) -> list[str]:
         if low and unchanged > LOST * moved:
             share, dtype = percent(unchanged / moved), low[0]["dtype"]
             sentences.append(
-                f"{share} of the updates of weights in {dtype} were rounded away in step {step}, by "
+                f"{share} of the updates of weights in {dtype} were rounded away in step {meter['last']['step']}, by "
                 f"{meter['optimizer']}: they are smaller than what lies between two numbers of {dtype}. To store the "
                 f"weights in float32 may cure it, and was not tried."
             )

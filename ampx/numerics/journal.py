@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 SCHEMA: Final = "ampx.tune.journal/1"
+_BLOCK: Final = 2**20  # bytes of a file that are read at once: a checkpoint may be larger than memory
 
 
 class Journal:
@@ -19,8 +20,14 @@ class Journal:
     It is of no use to a search that asks another question, of another script say: `begin` leaves it out then.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, start: str = "") -> None:
+        """Begin with nothing known.
+
+        Args:
+            path: The file.
+            start: A digest of what every run starts from.
+        """
+        self._path, self._start = path, start
         self._head = ""
         self._goes_on = False
 
@@ -30,7 +37,7 @@ class Journal:
         Args:
             question: All that the verdicts depend on, as plain JSON types.
         """
-        self._head = json.dumps({"schema": SCHEMA, "question": question}, sort_keys=True)
+        self._head = json.dumps({"schema": SCHEMA, "question": question, "start": self._start}, sort_keys=True)
         lines = [] if self._path is None or not self._path.is_file() else self._path.read_text("utf-8").splitlines()
         self._goes_on = lines[:1] == [self._head]
         verdicts: dict[str, str] = {}
@@ -59,9 +66,15 @@ class Journal:
             os.fsync(file.fileno())
 
 
-def digest_of(path: str) -> str:
-    """Return a digest of a file's bytes; empty where there is no such file."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
+def digest_of(path: Path | None) -> str:
+    """Return a digest of a file's bytes, or of all files in a folder; empty where there is none."""
+    if path is None or not path.exists():
         return ""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        digest.update(f"\0{file.relative_to(path)}\0".encode())
+        if file.is_file():
+            with file.open("rb") as stream:
+                while block := stream.read(_BLOCK):
+                    digest.update(block)
+    return digest.hexdigest()

@@ -289,8 +289,7 @@ def _what_to_do(diagnosis: Mapping[str, Any]) -> list[str]:
     """Return what was tried, the bracket, and the lines of code."""
     tried = diagnosis["experiments"]
     parts = [page.paragraph(f"{'Cure' if entry['cures'] else 'No cure'}: {entry['text']}.") for entry in tried]
-    places = (("last finite", diagnosis["last_finite"]), ("first not finite", diagnosis["first_nonfinite"]))
-    shown = {name: _place(place) for name, place in places if place is not None}
+    shown = {name: _place(place) for name, place in _bracket(diagnosis) if place is not None}
     if shown:
         parts.append(page.table(("", *shown), list(zip(_PLACE, *shown.values(), strict=True))))
     if diagnosis["chain"]:
@@ -301,6 +300,16 @@ def _what_to_do(diagnosis: Mapping[str, Any]) -> list[str]:
     return parts
 
 
+def _bracket(diagnosis: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the values between which it fails, by what they are called; in the words of what is printed."""
+    before, place = diagnosis["last_finite"], diagnosis["first_nonfinite"]
+    if diagnosis["kind"] == "error":
+        return [("raises", place)]
+    wrong = place is not None and not place["value"]["nonfinite"]
+    last, first = ("last right", "first wrong") if wrong else ("last finite", "first non-finite")
+    return [(last, before), (first, place)]
+
+
 def _range_map(largest: Mapping[str, Any]) -> str:
     names = [name or "the model" for name in largest["modules"]]
     title = "largest magnitude of the output; red: not finite, or not run"
@@ -308,10 +317,13 @@ def _range_map(largest: Mapping[str, Any]) -> str:
 
 
 def _draw_ranges(report: Mapping[str, Any]) -> Any:
-    """Draw the magnitudes of every module's output in float32, between the limits of the dtype."""
+    """Draw the magnitudes of every module's output, or gradient, in float32, between the limits of the dtype."""
     form, diagnosis = FORMATS[report["dtype"]], report["diagnosis"] or {}
-    failing = (diagnosis.get("first_nonfinite") or {}).get("module")
-    ranges = _magnitudes(report["modules"])
+    place = diagnosis.get("first_nonfinite") or {}
+    failing = place.get("module")
+    ranges = _magnitudes(report["modules"], "backward") if place.get("direction") == "backward" else {}
+    what = "gradients" if ranges else "outputs"
+    ranges = ranges or _magnitudes(report["modules"], "forward")
     shown = sorted(ranges, key=lambda name: (name != failing, -ranges[name][1]))[: page.MOST_ROWS]
     names = [name for name in ranges if name in shown]
     figure, axes = page.new_figure(1.2 + 0.17 * max(5, len(names)))
@@ -324,19 +336,19 @@ def _draw_ranges(report: Mapping[str, Any]) -> Any:
     axes.set_yticks(range(len(names)), [page.plain_label(name or "the model") for name in names], fontsize=7)
     axes.invert_yaxis()
     axes.set_title(
-        f"magnitudes in float32, other than zero; dotted: the smallest and the largest number of {report['dtype']}; "
-        f"red: where it first fails",
+        f"magnitudes of {what} in float32, other than zero;\n"
+        f"dotted: the smallest and the largest number of {report['dtype']}; red: where it first fails",
         fontsize=9,
     )
     return figure
 
 
-def _magnitudes(modules: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return by module the smallest and the largest magnitude of its outputs, in float32 where that is known."""
+def _magnitudes(modules: Sequence[Mapping[str, Any]], direction: str) -> dict[str, tuple[float, float]]:
+    """Return by module the smallest and the largest magnitude in one direction, in float32 where that is known."""
     ranges: dict[str, tuple[float, float]] = {}
     for entry in modules:
         stats, name = entry["float32"] or entry["value"], entry["module"]
-        if entry["direction"] == "forward" and stats["largest"]:
+        if entry["direction"] == direction and stats["largest"]:
             least, most = ranges.get(name, (math.inf, 0.0))
             ranges[name] = min(least, stats["smallest"]), max(most, stats["largest"])
     return ranges
@@ -358,8 +370,9 @@ def _link(link: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _range(stats: Mapping[str, Any]) -> str:
-    broken = f"{stats['nonfinite']} of {stats['elements']} not finite; " if stats["nonfinite"] else ""
-    return f"{broken}{stats['smallest']:.3g} to {stats['largest']:.3g}" if stats["elements"] else "–"
+    broken, elements = stats["nonfinite"], stats["elements"]
+    finite = f"{stats['smallest']:.3g} to {stats['largest']:.3g}" if elements > broken else ""
+    return "; ".join(filter(None, [f"{broken} of {elements} not finite" if broken else "", finite])) or "–"
 
 
 def exclusion_lines(exclusions: Sequence[Mapping[str, str]]) -> list[str]:

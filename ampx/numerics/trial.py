@@ -62,15 +62,17 @@ class Trial:
             first of them.
         block: So many steps are timed together, and the device is waited for at their end.
         watched: Steps, from 1, in which modules are watched.
-        watching: What is looked at there; operations in the last of these steps only.
+        watching: What is looked at there.
+        operations_in: The steps of these in which operations are looked at; empty for the last.
         float32: Steps, from 2, in which casting is off.
         forced: By pattern of names of modules, the dtype to force them into during the whole run.
         gradients: Steps in which the gradients of parameters are sampled.
         stop_at_fault: End after the first step with a loss that is not finite, in which the loss scale collapses, or
             that is skipped at a scale of 1.
         shares_compiled: What is compiled is kept for other trials of this process; its memory is not comparable then.
+            So it is where steps are watched.
         may_raise: An exception of the script is part of what is seen, once it has an optimizer.
-        imported: What a former run of the script has imported, with which this one may start, if `shares_compiled`.
+        imported: What a former run of the script has imported, with which this one may start.
     """
 
     program: Program
@@ -82,6 +84,7 @@ class Trial:
     block: int = 1
     watched: tuple[int, ...] = ()
     watching: Watching = field(default_factory=Watching)
+    operations_in: tuple[int, ...] = ()
     float32: tuple[int, ...] = ()
     forced: Mapping[str, str] = field(default_factory=dict)
     gradients: tuple[int, ...] = ()
@@ -100,7 +103,7 @@ class Outcome:
         losses: By step, the sum of the losses that it ran backward for, not scaled; None where the backend reported
             none for that step.
         times: Seconds a step of each block after the warm-up, by the wall clock.
-        peak_host: Most memory that the process held, in bytes.
+        peak_host: Most memory that the process held, in bytes; on Linux without files that it maps, such as libraries.
         peak_device: The same on the accelerator; None without one, or where nothing counts.
         readings: By step, what the watched modules computed.
         gradients: By step in which they were sampled, what was trained, where the backend can tell.
@@ -108,6 +111,7 @@ class Outcome:
             none.
         watches: The backend can watch modules.
         native: The low-precision dtypes that the device computes in hardware, whatever `"auto"` chooses there.
+        prepare_finds_modules: As in `ampx.Backend`.
         ended_early: The script was ended after the steps that were asked for.
         notes: What could not be observed.
         mistakes: What the script itself does wrong, with its lines.
@@ -128,6 +132,7 @@ class Outcome:
     fault: tuple[int, str] | None = None
     watches: bool = False
     native: tuple[str, ...] = ()
+    prepare_finds_modules: bool = False
     ended_early: bool = False
     notes: tuple[str, ...] = ()
     mistakes: tuple[str, ...] = ()
@@ -295,11 +300,9 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="ampx-trial-") as folder:
         request, answer, noise = (Path(folder, name) for name in ("request", "answer", "output.txt"))
         request.write_bytes(pickle.dumps((trial, answer)))
-        environment = {**os.environ, "PYTHONHASHSEED": "0"}
-        if trial.watched or trial.shares_compiled:
-            environment[COMPILED] = _compiled().name
-        shares = trial.imported if quiet and trial.shares_compiled else None
-        template = None if shares is None else template_of(shares, environment)
+        environment = {**os.environ, "PYTHONHASHSEED": "0", COMPILED: _compiled().name}
+        imported = trial.imported if quiet else None
+        template = None if imported is None else template_of(imported, environment)
         if template is None:
             code = _run_anew(request, noise if quiet else None, environment)
         else:

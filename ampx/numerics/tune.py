@@ -22,8 +22,10 @@ from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, in_one_line, plain, scaled
-from .compare import Comparison, ModuleError, check_tolerance, compared, module_errors, unscaled, worst_errors
+from .causes import Fault, find_fault
+from .compare import Comparison, ModuleError, bound, check_tolerance, compared, module_errors, unscaled, worst_errors
 from .operations import failing, family
+from .places import Place, error_of, is_low, key_of
 from .probe import Reading, Replayed, Step, Watching
 from .timing import speed_in_words
 from .tolerance import RESOLUTION, Distance, Tolerance, by_count, by_rounding, percent, rounding, with_joined_gradients
@@ -394,6 +396,10 @@ class Kept:
     modules: frozenset[str] = frozenset()
     operations: frozenset[str] = frozenset()
 
+    def without(self, name: str) -> Kept:
+        """Return all of this but one entry."""
+        return Kept(self.modules - {name}, self.operations - {name})
+
 
 NOTHING: Final = Kept()
 
@@ -417,12 +423,14 @@ class Search(abc.ABC, Generic[Run]):
         scale: The loss scale of runs in the dtype; it falls where it is to blame.
         runs: How many runs were made.
         samples: Of so many runs most decide; more than one where float32 itself differs from run to run.
+        simulated: Values are rounded where modules take and return them, and operations compute in float32.
         for_inference: The output counts, and gradients do not.
         modules: Names of all modules, in order of execution.
         order: The same, the likeliest to be needed in float32 first.
         output: The module whose output is the model's; None where none has a name.
         failures: By what was kept in float32, by what that run is too far off; empty where it agrees.
         without: By module or operation that is kept, by what a run is too far off that lacks only this.
+        hands_on: By module that is kept for what fails behind it, in words where that is.
     """
 
     framework: str
@@ -432,6 +440,7 @@ class Search(abc.ABC, Generic[Run]):
     scale: float = 1.0
     runs: int = 0
     samples: int = 1
+    simulated: bool = False
     modules: tuple[str, ...] = ()
     order: Sequence[str] = ()
 
@@ -443,6 +452,8 @@ class Search(abc.ABC, Generic[Run]):
         self.output = outputs[-1] if outputs else None
         self.failures: dict[Kept, str] = {}
         self.without: dict[str, str] = {}
+        self.hands_on: dict[str, str] = {}
+        self._looks: dict[Kept | None, Seen] = {}
         self._not_by_scale: set[tuple[int, ...]] = set()
 
     @abc.abstractmethod
@@ -460,6 +471,10 @@ class Search(abc.ABC, Generic[Run]):
     @abc.abstractmethod
     def failure(self, run: Run) -> str:
         """Return in words by what a run is too far from float32's; empty where it agrees."""
+
+    @abc.abstractmethod
+    def look(self, kept: Kept | None) -> Seen:
+        """Compute the first step with this in float32, all of it for None, and read every operation in it."""
 
     @abc.abstractmethod
     def smallest_operations(self) -> frozenset[str] | None:
@@ -534,10 +549,21 @@ class Search(abc.ABC, Generic[Run]):
         """Return whether a run with this in float32 agrees with float32; False for what no run can keep."""
         return not self.judged(kept)
 
+    def seen(self, kept: Kept | None) -> Seen:
+        """Return the first step with this in float32, all of it for None; it is computed once."""
+        if kept not in self._looks:
+            self._looks[kept] = self.look(kept)
+        return self._looks[kept]
+
+    def fault(self, kept: Kept) -> Fault | None:
+        """Return what fails in the first step with this in float32, as `diagnose` finds it; None for nothing."""
+        return find_fault(self.seen(kept), self.seen(None), self.dtype, self.scale)
+
     def reason(self, name: str, measured: str) -> str:
-        """Return why something is kept: what was measured of it, and what happens without it."""
-        without = self.without.get(name)
-        return f"{measured}; without it {without}" if without else measured
+        """Return why something is kept: what was measured of it, what happens without it, and what it is for."""
+        without, hands_on = self.without.get(name), self.hands_on.get(name)
+        parts = [measured, without and f"without it {without}", hands_on and f"it only hands float32 on to {hands_on}"]
+        return "; ".join(filter(None, parts))
 
     def policy(self, **fields: Any) -> TunedPolicy:
         """Return a policy with these fields, and those of the search."""
@@ -590,6 +616,65 @@ def _passes_with(search: Search[Any], rest: frozenset[str], names: frozenset[str
     return search.passes(Kept(rest | names))
 
 
+def each_needed(search: Search[Any], kept: Kept) -> Kept:
+    """Leave out each entry once, and for good where the others do without it."""
+    for name in sorted(kept.modules | kept.operations):
+        search.without[name] = search.judged(kept.without(name))
+        kept = kept if search.without[name] else kept.without(name)
+    return kept
+
+
+def at_fault(search: Search[Any], kept: Kept) -> Kept:
+    """Put what fails in the place of modules that only hand float32 on to it.
+
+    Without such a module a value behind it fails in low precision, and with it float32 computes that value. What
+    computes it is tried instead: its module, or where that has no name its operation. Where that does not do, the
+    module stays, and its reason says what it is for.
+    """
+    for name in [] if search.simulated else sorted(kept.modules):
+        fault = _behind(search, kept, name) if name in kept.modules else None
+        if fault is None or fault.place is None:
+            continue
+        place = fault.place
+        instead = _with_place(search, kept, name, place)
+        if instead is not None and search.passes(instead):
+            kept = each_needed(search, instead)
+        elif not fault.cancels and fault.kind not in ("flush", "digits"):  # which the module may have rounded away
+            search.hands_on[name] = f"what fails behind it, in the {Place.of(place)}"
+    return kept
+
+
+def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
+    """Return what fails without a module, outside of it, and is computed in float32 with it; None for nothing.
+
+    None, too, if something that the module has returned before is wrong already.
+    """
+    fault = search.fault(kept.without(name))
+    place = None if fault is None else fault.place
+    if fault is None or place is None or not is_low(place) or name == place.module or inside(place.module, name):
+        return None
+    exact = {key_of(entry): entry for entry in search.seen(None).readings}
+    before = enumerate(fault.readings[: fault.position])
+    own = ((at, entry) for at, entry in before if entry.module == name and not entry.operation)
+    if any(error_of(entry, exact.get(key_of(entry))) > bound(search.dtype, at) for at, entry in own):
+        return None
+    now = next((entry for entry in search.seen(kept).readings if key_of(entry) == key_of(place)), place)
+    return None if is_low(now) else fault
+
+
+def _with_place(search: Search[Any], kept: Kept, name: str, place: Reading) -> Kept | None:
+    """Return what keeps a place in float32 instead of a module; None where that has no name, or is around the module.
+
+    Of a place in a model as a whole, or outside of all, the operation is named.
+    """
+    rest, is_whole = kept.without(name), not place.module.rpartition(":")[2]
+    if is_whole:
+        forward = place.operation and place.direction == "forward"
+        return replace(rest, operations=rest.operations | {place.operation}) if forward else None
+    named = place.module in search.modules and not inside(name, place.module)
+    return replace(rest, modules=rest.modules | {place.module}) if named else None
+
+
 def searched(search: Search[Any], repeats: int) -> TunedPolicy:
     """Find the smallest set that must stay in float32, and what gains nothing from low precision.
 
@@ -603,13 +688,12 @@ def searched(search: Search[Any], repeats: int) -> TunedPolicy:
     if kept is None or whole:
         operations = search.smallest_operations()
         if operations is not None:
-            kept = Kept(operations=operations)
-            for name in operations:
-                search.without[name] = search.judged(Kept(operations=operations - {name}))
+            kept = each_needed(search, Kept(operations=operations))
         else:  # what the last module returns is float32 then; that of others would hide what fails
             kept = needed(search, search.order[:1]) if outside else None
         if kept is None:
             return search.policy(**search.hopeless(whole))
+    kept = at_fault(search, kept)
     instead = search.failing_operations(kept.modules)
     policy = search.policy(
         dtype=search.dtype,
@@ -676,6 +760,7 @@ class _BatchSearch(Search[_Replay]):
         allow: Iterable[Any],
     ) -> None:
         self.batch, self.casting, self.is_what_if, self.lists = batch, casting, is_what_if, (deny, allow)
+        self.simulated = casting.simulated
         self.framework, self.device, self.dtype = batch.backend.name, batch.device.name, casting.dtype
         self.watching = Watching(dtype=casting.dtype, samples=SAMPLES)
         self.reference = self.run(FLOAT32, self.watching)
@@ -760,9 +845,9 @@ class _BatchSearch(Search[_Replay]):
         outputs = [entry for entry in comparison.modules if entry.module == self.output]
         return Distance(comparison.loss_error, values=[entry for entry in outputs if entry.direction == "forward"])
 
-    def read_operations(self, kept: Kept) -> tuple[Reading, ...]:
-        """Return what modules and operations compute in a run."""
-        return self.run(self.casting_of(kept), Watching(self.dtype, operations=True)).readings
+    def look(self, kept: Kept | None) -> Seen:
+        watching = Watching(self.dtype, operations=True, samples=SAMPLES)
+        return self.tried(FLOAT32 if kept is None else self.casting_of(kept), watching).seen
 
     @property
     def takes_operations(self) -> bool:
@@ -780,16 +865,16 @@ class _BatchSearch(Search[_Replay]):
     def smallest_operations(self) -> frozenset[str] | None:
         if not self.takes_operations:
             return None
-        read = sorted(self.read_operations(NOTHING), key=lambda entry: -entry.value.nonfinite)
+        read = sorted(self.seen(NOTHING).readings, key=lambda entry: -entry.value.nonfinite)
         names = filter(self.can_deny, dict.fromkeys(entry.operation for entry in read if entry.operation))
         needed = minimal(list(names), lambda names: bool(names) and self.passes(Kept(operations=names)))
         if needed is not None:
-            low = (entry for entry in self.read_operations(Kept(operations=needed)) if entry.dtype == self.dtype)
+            low = (entry for entry in self.seen(Kept(operations=needed)).readings if entry.dtype == self.dtype)
             self.lowers = any(family(entry.operation) != "cast" for entry in low)
         return needed if self.lowers else None
 
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
-        return failing(self.read_operations(NOTHING)) if modules and self.takes_operations else ()
+        return failing(self.seen(NOTHING).readings) if modules and self.takes_operations else ()
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         errors = (*worst_errors(self.errors, "backward"), *worst_errors(self.errors, "forward"))
@@ -865,7 +950,8 @@ def tune(
     One batch is computed again and again, with other modules in float32 each time: first so that loss and gradients
     agree with float32's and all is finite, then so that no time is lost. Nothing is stepped. Of `n` modules of which
     `k` must stay in float32 the search takes at most `2 k log2(n) + 10 + k` replays; in the last `k` each module is
-    left out once, and its `reason` says what happens then. A replay that raises has failed like any other.
+    left out once, and its `reason` says what happens then. A few more look at operations: what fails behind a module
+    that only hands float32 on to it is kept in its place. A replay that raises has failed like any other.
 
     Args:
         step: A function that takes the model and returns the loss of one batch, without a backward.

@@ -10,14 +10,14 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from ampx.backend import MODULE, module_patterns
+from ampx.backend import MODULE, module_patterns, prepare_line
 from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.formats import FORMATS, find_digits, find_format
 from ampx.policy import PolicyFile, normalise_dtype
@@ -27,10 +27,13 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import FLOAT32, Seen, fitting_scale, scaled
+from .causes import find_fault
 from .compare import ModuleError, error_map, module_errors, relative_error
+from .cures import low_operation
+from .diagnose_script import lost_updates
 from .journal import Journal, digest_of
 from .operations import failing
-from .places import key_of
+from .places import cast_by_hand, key_of, of_the_step
 from .probe import Reading, Replayed, Watching
 from .template import Imported
 from .timing import busy
@@ -122,14 +125,14 @@ class _ScriptSearch(Search[Outcome]):
         times: bool,
         run: Callable[[Trial], Outcome],
         progress: Callable[[str, int | None], Any],
-        journal: Path | None,
+        journal: Journal,
     ) -> None:
         self.trial, self.dtype, self.simulated = trial, dtype, simulated
-        self.run_trial, self.progress, self.journal = run, progress, Journal(journal)
+        self.run_trial, self.progress, self.journal = run, progress, journal
         self.seconds: list[float] = []  # of the runs so far
         self.imported: Imported | None = None  # by the first
         self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES, times=times)
-        settings = replace(trial.settings, dtype=FLOAT32.dtype, watched=True)
+        settings = replace(trial.settings, dtype=FLOAT32.dtype, watched=True, meter_every=_DECIDING[-1])
         last = trial.steps or 1
         self.watched = tuple(sorted({*_DECIDING, (1 + last) // 2, last}))  # the others are for the map
         self.wide = replace(trial, settings=settings, watched=_DECIDING, watching=replace(self.watching, times=False))
@@ -145,6 +148,8 @@ class _ScriptSearch(Search[Outcome]):
             raise TrialError(_nothing_watched(trial, self.reference))
         super().__init__(for_inference, readings)
         self.framework, self.device = (str(self.reference.run[name]) for name in ("framework", "device"))
+        if not for_inference:
+            self.check_by_hand()
 
     def _whole(self) -> Trial:
         """Return the run in float32 that tells of all steps for the map."""
@@ -199,11 +204,37 @@ class _ScriptSearch(Search[Outcome]):
                 faults[step] = f"its loss is {loss:g}"
         if faults:
             first = min(faults)
-            raise TrialError(
-                f"{self.trial.program.name} fails in float32 itself: {faults[first]} in step {first}, which no "
-                f"choice of modules cures; accepted: a script that trains in float32. `ampx diagnose` says where it "
-                f"fails."
-            )
+            self._fails_in_float32(f"{faults[first]} in step {first}")
+
+    def check_by_hand(self) -> None:
+        """Raise where the script itself casts to what cannot hold it: no choice of modules reaches that.
+
+        Raises:
+            TrialError: A value is not finite, or updates of weights are lost, in float32 as well.
+        """
+        lost = lost_updates(self.reference)
+        if lost:
+            self._fails_in_float32(lost[0].partition(". ")[0])
+        if cast_by_hand(self.reference.readings[1]) is None or self.simulated:
+            return
+        wide = self.seen(None)
+        fault = find_fault(wide, wide, FLOAT32.dtype, 1.0)
+        if fault is not None and fault.by_hand:
+            self._fails_in_float32(fault.why)
+
+    def _fails_in_float32(self, why: str) -> NoReturn:
+        raise TrialError(
+            f"{self.trial.program.name} fails in float32 itself: {why}, which no choice of modules cures; accepted: a "
+            f"script that trains in float32. `ampx diagnose` says where it fails."
+        )
+
+    def look(self, kept: Kept | None) -> Seen:
+        watching = replace(self.watching, operations=True, times=False)
+        trial = self.wide if kept is None else self.low(kept, watched=(1,))
+        run = self.run(replace(trial, watched=(1,), steps=1, watching=watching))
+        loss = run.losses[0] if run.losses else math.nan
+        readings = of_the_step(run.readings.get(1, ()))
+        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, bool(run.skipped))
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
         """Return what the operations of the first step compute in float32."""
@@ -230,16 +261,19 @@ class _ScriptSearch(Search[Outcome]):
         self.errors = {step: step_errors(self.reference, self.first, step, dtype) for step in self.watched}
         self.order = self._order()
         self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
+        self.broken_outputs: set[str] = set()
         for step, errors in self.errors.items():
             for entry in errors:
                 own = self.worst.setdefault(entry.module, {})
                 own[step] = max(entry.error, own.get(step, 0.0))
+                if entry.direction == "forward" and math.isinf(entry.error):
+                    self.broken_outputs.add(entry.module)
 
     def _known(self, tolerance: float | None) -> dict[Kept, str]:
         """Return the verdicts of a search for the same that was interrupted."""
         program, trial = self.trial.program, self.trial
         asked = {name: getattr(trial, name) for name in ("seed", "steps", "framework")}
-        script = {"name": program.name, "arguments": program.arguments, "digest": digest_of(program.name)}
+        script = {"name": program.name, "arguments": program.arguments, "digest": digest_of(Path(program.name))}
         verdicts = self.journal.begin(
             {
                 **asked,
@@ -368,24 +402,30 @@ class _ScriptSearch(Search[Outcome]):
     def beginning(self) -> Distance | None:
         return None if self.first.raised else self.distance(self.first)
 
-    def _read_operations(self) -> tuple[Reading, ...]:
-        watching = Watching(self.dtype, operations=True)
-        return self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ())
-
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
         # That takes two runs: only where a module's values are not finite.
         broken = any(math.isinf(error) for name in modules for error in self.worst.get(name, {}).values())
-        return failing(self._read_operations()) if broken and not self.simulated else ()
+        return failing(self.seen(NOTHING).readings) if broken and not self.simulated else ()
 
     def smallest_operations(self) -> frozenset[str] | None:
         if self.simulated:
             return None
-        readings = self._read_operations()
-        names = tuple(dict.fromkeys((*failing(readings), *_before_failing(readings))))
-        alone = next((name for name in names if self.passes(Kept(operations=frozenset({name})))), None)
-        if alone is not None:
-            return frozenset({alone})
-        return minimal(names, lambda names: bool(names) and self.passes(Kept(operations=names)))
+        names: dict[str, None] = {}
+        for name in self._likely_operations():
+            names[name] = None
+            if self.passes(Kept(operations=frozenset({name}))):
+                return frozenset({name})
+        return minimal([*names], lambda names: bool(names) and self.passes(Kept(operations=names)))
+
+    def _likely_operations(self) -> Iterator[str]:
+        """Walk over the operations that may be at fault, at last that which loses digits: it takes a run in float32."""
+        readings = self.seen(NOTHING).readings
+        yield from failing(readings)
+        yield from _before_failing(readings)
+        fault = self.fault(NOTHING)
+        low = None if fault is None or fault.position is None else low_operation(fault.readings, fault.position)
+        if low is not None:
+            yield low
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         patterns = filter(None, kept_in_float32(kept.modules, self.modules))
@@ -423,7 +463,8 @@ class _ScriptSearch(Search[Outcome]):
             return f"not reached in {self.dtype}"
         broken = next((step for step, error in errors.items() if math.isinf(error)), None)
         if broken is not None:
-            return f"not finite in {self.dtype} in step {broken}"
+            of_gradient = "" if name in self.broken_outputs else "its gradient is "
+            return f"{of_gradient}not finite in {self.dtype} in step {broken}"
         first = errors.get(1, 0.0)
         last = max(errors, key=lambda step: errors[step], default=1)
         later = f", {errors[last]:.2g} in step {last}" if last > 1 and errors[last] > 2 * first else ""
@@ -438,7 +479,9 @@ class _ScriptSearch(Search[Outcome]):
             why = _nothing_watched(self.trial, self.reference)
             raise TrialError(f"{reason}, and no list of operations cures that: {why}")
         which = " but with the whole model in float32" if whole else ", and no module that was tried in it cures that"
-        return in_float32(f"{reason}{which}", agrees=False)
+        fault = None if self.simulated else self.fault(NOTHING)
+        first = "" if fault is None else f"; {fault.why}"
+        return in_float32(f"{reason}{which}{first}", agrees=False)
 
     def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:
         # In the first step much is made that later steps find ready.
@@ -546,6 +589,8 @@ def tune_script(
     run: Callable[[Trial], Outcome] = run_trial,
     progress: Callable[[str, int | None], Any] = lambda text, left: None,
     journal: Path | None = None,
+    checkpoint: Path | None = None,
+    out: str = "ampx.toml",
 ) -> tuple[TunedPolicy, dict[str, Any]]:
     """Return the policy, and the report, whose layout docs/reference/json.md tells.
 
@@ -563,6 +608,8 @@ def tune_script(
         run: Runs a trial.
         progress: Is called with what is done now, and how many runs are left, this one included; None: not known.
         journal: A file in which runs are noted until there is an answer: a search that was interrupted goes on.
+        checkpoint: What every run starts from, where `run` sees to that: a search from another does not go on.
+        out: What the policy file will be called.
 
     Raises:
         TrialError: A run in float32 failed, or the backend cannot watch modules.
@@ -574,17 +621,18 @@ def tune_script(
     dtype, why = what_if or settings.dtype, "float32 was asked for"
     if what_if is None and dtype != "auto":
         dtype = normalise_dtype(dtype)
-    search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress, journal)
+    notes = Journal(journal, digest_of(checkpoint))
+    search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress, notes)
     if dtype == "auto":
         dtype, why = _chosen(run(replace(trial, steps=1)))
     search.begin(dtype, tolerance)
     if dtype == FLOAT32.dtype:
         why = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
         policy = search.policy(**in_float32(why))
-        return policy, _report(search, policy)
+        return policy, _report(search, policy, out)
     policy = searched(search, repeats if timed else 0)
     search.journal.end()
-    report = _report(search, policy)
+    report = _report(search, policy, out)
     report["notes"] += [*(disturbance if policy.agrees else []), *_remarks(search, policy, report["exclusions"])]
     return policy, report
 
@@ -679,9 +727,9 @@ def _counted(policy: TunedPolicy) -> str:
     return f"{shown} and {counted}" if policy.modules else counted
 
 
-def _report(search: _ScriptSearch, policy: TunedPolicy) -> dict[str, Any]:
-    trial = search.trial
-    file = policy.file
+def _report(search: _ScriptSearch, policy: TunedPolicy, out: str) -> dict[str, Any]:
+    trial, file = search.trial, policy.file
+    prepare = prepare_line((*file.allow, *file.deny), search.reference.prepare_finds_modules)
     if policy.dtype == FLOAT32.dtype:
         verdict = f"Stay in float32: {policy.reasons['dtype']}."
         if not policy.enabled:
@@ -699,6 +747,7 @@ def _report(search: _ScriptSearch, policy: TunedPolicy) -> dict[str, Any]:
         "runs": search.runs,
         "policy": policy.to_json(),
         "file": file.text(),
+        "lines": [] if search.simulated else [f"amp = ampx.init(policy={out!r})", *prepare],
         "exclusions": list(exclusions(policy)) if search.for_inference else [],
         **{name: {dtype: run[name] for dtype, run in runs.items()} for name in ("losses", "losses_of")},
         "map": error_map(search.errors),

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, cast
 
 import ampx
-from ampx.backend import Contract
+from ampx.backend import Contract, prepare_line
 from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
 from ampx.plugins import ProvideNames, default_registry
@@ -355,18 +355,19 @@ class Run:
         arguments = "".join(f", {name}={value!r}" for name, value in {**chosen, **options}.items())
         return f"amp = ampx.init({self.framework!r}{arguments})"
 
+    def prepare_lines(self) -> tuple[str, ...]:
+        """Return the line of code by which the session finds the modules that the settings name, once it is started."""
+        finds = self.amp is not None and self.amp.backend.prepare_finds_modules
+        lines = prepare_line((*self.settings.allow, *self.settings.deny), finds)
+        return tuple(f"{line}  # the model whose modules are named" for line in lines)
+
     def explain(self) -> tuple[str, ...]:
         """Return the lines of code that do by hand what this run did; none where nothing was cast."""
         if self.amp is not None and self.amp.effective.dtype is None and not self.stood_down:
             return ()
         if self.lines is not None or self.amp is None:
             return self.lines or ()
-        named = any(str(entry).startswith("module:") for entry in (*self.settings.allow, *self.settings.deny))
-        return (
-            self.init_call(),
-            *(("model = ampx.prepare(model)  # the model whose modules are named",) if named else ()),
-            *self.optimizer_lines(),
-        )
+        return (self.init_call(), *self.prepare_lines(), *self.optimizer_lines())
 
     def optimizer_lines(self, *between: str) -> tuple[str, ...]:
         """Return the lines of code that wrap the script's optimizers by hand, and scale the loss for them.

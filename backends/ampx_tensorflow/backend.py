@@ -39,6 +39,7 @@ class TensorFlowBackend(ampx.Backend):
         vector_losses=True,
         sees_backward=True,
     )
+    prepare_finds_modules: ClassVar[bool] = True
     offers: ClassVar[Mapping[str, str]] = {
         "probe": "ampx_tensorflow.numerics.probe:TensorFlowProbe",
         "converter": "ampx_tensorflow.inference:TensorFlowConverter",

@@ -34,6 +34,7 @@ class TorchBackend(ampx.Backend):
         per_loss_scales=True,
         sees_backward=True,
     )
+    prepare_finds_modules: ClassVar[bool] = True
     offers: ClassVar[Mapping[str, str]] = {
         "probe": "ampx_torch.numerics.probe:TorchProbe",
         "converter": "ampx_torch.inference:TorchConverter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import resource
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 import ampx
 from ampx.cli import app
-from ampx.cli.terminal import Terminal, terminal
+from ampx.cli.terminal import Terminal, folded, terminal
 
 COMMANDS = [command.name or command.callback.__name__ for command in app.app.registered_commands]
 
@@ -261,3 +262,36 @@ def test_what_was_found_is_printed_where_the_report_cannot_be_written_any_more(m
     out, err = capsys.readouterr()
     assert out == "Nothing failed.\n"
     assert "out.json' cannot be written: No such file or directory; accepted: " in err
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+SENTENCE = "  last finite:      forward pass, module '2.qkv': values of magnitude 0.000124 to 89.1, lowest -89.1"
+CODE = "    model = amp.prepare(model)  # which has that module, before wrap_optimizer"
+
+
+@pytest.mark.parametrize("line", [SENTENCE, SENTENCE.replace("  last finite:      ", ""), "note: " + "word " * 30])
+def test_a_sentence_is_broken_between_words_and_goes_on_where_its_text_begins(line):
+    first, *further = folded(line, 50).split("\n")
+    begins = line.index(": ") + 1 if line[0] in " n" else 0
+    begins += len(line[begins:]) - len(line[begins:].lstrip()) if begins else 0
+    assert further
+    assert all(len(part) <= 50 for part in (first, *further))
+    assert [len(part) - len(part.lstrip()) for part in further] == [begins] * len(further)
+    assert " ".join((first, *further)).split() == line.split()
+
+
+def test_a_line_of_code_and_a_line_that_fits_stay_as_they_are():
+    assert folded(CODE, 40) == CODE
+    assert folded(SENTENCE, 120) == SENTENCE
+
+
+def test_results_are_broken_on_a_terminal_and_nowhere_else():
+    code = f"from ampx.cli.terminal import terminal; terminal.say({SENTENCE!r})"
+    assert run_python(code).stdout == f"{SENTENCE}\n"
+    ours, its = pty.openpty()
+    with os.fdopen(its, "w") as stdout:
+        environment = {**os.environ, "COLUMNS": "50"}
+        subprocess.run([sys.executable, "-c", code], stdout=stdout, env=environment, timeout=60, check=True)
+    with os.fdopen(ours, "rb") as terminal_side:
+        assert terminal_side.read1(4096).decode().splitlines() == folded(SENTENCE, 50).split("\n")

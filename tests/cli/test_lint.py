@@ -95,13 +95,15 @@ def test_correct_programs_raise_no_alarm():
 
 def test_faults_that_tests_plant_are_all_that_is_found_in_tests():
     places = {(problem.path.name, problem.code) for problem in lint(list(find([ROOT / "tests"]))).problems}
-    # What refuses a second unscale_, a whole step in a region, and masks of -1e9 that `ampx diagnose` must name.
+    # A native scaler that is updated between two steps, what refuses a second unscale_, a whole step in a region, and
+    # masks of -1e9 that `ampx diagnose` must name.
     assert places <= {
+        ("test_defects.py", "AMP102"),
         ("test_casting.py", "AMP201"),
         *((name, "AMP106") for name in ("test_automatic_scaler.py", "test_defects.py")),
         *((name, "AMP302") for name in ("planted_jax.py", "planted_torch.py")),
     }
-    assert {code for _, code in places} == {"AMP106", "AMP201", "AMP302"}
+    assert {code for _, code in places} == {"AMP102", "AMP106", "AMP201", "AMP302"}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,12 @@ for seed in range(3):
 )
 def test_what_looks_alike_and_is_right_raises_no_alarm(text, tmp_path):
     assert codes(tmp_path, text) == []
+
+
+def test_a_test_may_ask_whether_bfloat16_can_be_computed_at_all(tmp_path):
+    text = "import torch\n\ncomputed = torch.cuda.is_bf16_supported()\n"
+    assert codes(tmp_path, text) == ["AMP203"]
+    assert codes(tmp_path, text, name="test_train.py") == []
 
 
 def test_a_constant_counts_where_a_file_that_imports_it_computes_in_float16(tmp_path):

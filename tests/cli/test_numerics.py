@@ -170,6 +170,33 @@ def test_a_map_of_lost_updates_is_drawn_where_there_are_some():
     assert lost_map({**meter, "map": {**meter["map"], "lost": [[0.0], [0.25]]}}).startswith("<svg")
 
 
+def test_a_page_calls_a_finite_value_wrong_and_only_others_not_finite():
+    finite, infinite = ({"value": {"nonfinite": count}} for count in (0, 3))
+    names = {
+        (kind, place["value"]["nonfinite"]): [
+            name for name, _ in report._bracket({"kind": kind, "last_finite": finite, "first_nonfinite": place})
+        ]
+        for kind, place in (("digits", finite), ("overflow", infinite), ("error", finite))
+    }
+    assert names == {
+        ("digits", 0): ["last right", "first wrong"],
+        ("overflow", 3): ["last finite", "first non-finite"],
+        ("error", 0): ["raises"],
+    }
+
+
+@pytest.mark.parametrize(("direction", "largest"), [("backward", 1e-9), ("forward", 20.0)])
+def test_the_picture_shows_gradients_where_they_fail(direction, largest):
+    entries = [
+        {"module": "0", "direction": way, "float32": None, "value": {"smallest": size / 2, "largest": size}}
+        for way, size in (("forward", 20.0), ("backward", 1e-9))
+    ]
+    diagnosis = {"first_nonfinite": {"module": "0", "direction": direction}}
+    (axes,) = report._draw_ranges({"dtype": "float16", "diagnosis": diagnosis, "modules": entries}).axes
+    assert [*axes.get_lines()[0].get_xdata()] == [largest / 2, largest]
+    assert ("gradients" if direction == "backward" else "outputs") in axes.get_title()
+
+
 def test_a_script_that_is_not_there_is_a_wrong_option_of_every_command(ampx_command):
     for command in ("compare", "diagnose", "tune"):
         done = ampx_command(command, "nothere.py", code=2)

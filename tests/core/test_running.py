@@ -160,13 +160,15 @@ def test_lines_by_hand_leave_out_optimizers_that_never_stepped(toy):
     assert run.explain()[1] == "optimizer = ampx.wrap_optimizer(optimizer)"
 
 
-def test_lines_by_hand_deny_what_the_run_denied(toy):
+def test_lines_by_hand_deny_what_the_run_denied(toy, monkeypatch):
     run = Run("toy", RunSettings("float16", deny=("product",), loss_scale=8.0))
     run.session()
     call, wrap, _ = run.explain()
     assert call == "amp = ampx.init('toy', dtype='float16', level='O1', deny=['product'], loss_scale=8.0)"
     run.settings = RunSettings("float16", deny=("module:head",))
-    assert run.explain()[1:3] == ("model = ampx.prepare(model)  # the model whose modules are named", wrap)
+    assert run.explain()[1] == wrap  # calls find the module
+    monkeypatch.setattr(type(run.amp.backend), "prepare_finds_modules", True)
+    assert run.explain()[1:3] == ("model = amp.prepare(model)  # the model whose modules are named", wrap)
     by_file = Run("toy", RunSettings("float16", deny=("mul",), policy="/there/ampx.toml"))
     assert by_file.init_call() == "amp = ampx.init('toy', policy='/there/ampx.toml')"
 

@@ -52,6 +52,8 @@ def evaluate(jaxpr, constants, arguments):
         if inner is not None and name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"):
             closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
             outputs = evaluate(closed.jaxpr, closed.consts, inputs)
+        elif name == "scan":
+            outputs = scanned(equation.params, inputs)
         else:
             where = str(equation.source_info.name_stack)
             widths = [jnp.result_type(x) for x in inputs if is_float(x) and not isinstance(x, float)]
@@ -73,6 +75,21 @@ def evaluate(jaxpr, constants, arguments):
             note(name, where, inputs, outputs, equation.source_info)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
+
+
+def scanned(params, inputs):
+    """Compute a scan step by step; what it carries keeps its dtype, as JAX demands."""
+    constants, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+    constant, carry, sequences = inputs[:constants], inputs[constants:carried], inputs[carried:]
+    rows = []
+    for position in reversed(range(params["length"])) if params["reverse"] else range(params["length"]):
+        step = [*constant, *carry, *(sequence[position] for sequence in sequences)]
+        outputs = evaluate(params["jaxpr"].jaxpr, params["jaxpr"].consts, step)
+        new, row = outputs[: params["num_carry"]], outputs[params["num_carry"] :]
+        carry = [x.astype(jnp.result_type(old)) for x, old in zip(new, carry, strict=True)]
+        rows.append(row)
+    rows = rows[::-1] if params["reverse"] else rows
+    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
 
 
 def note(name, where, inputs, outputs, source):

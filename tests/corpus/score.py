@@ -30,6 +30,8 @@ from processes import QUIET, Started  # noqa: E402
 RESULTS = ROOT / "docs" / "evidence" / "corpus"
 PAGE = ROOT / "docs" / "reference" / "debugger-scores.md"
 VERDICTS = ("right and curing", "right without cure", "silent", "wrong", "accused")
+MARKS = {"right and curing": "✓", "right without cure": "○", "silent": "**–**", "wrong": "**✗**", "accused": "**!**"}
+UPDATES = re.compile(r"updates?\b.*\b(lost|round)|bfloat16 weights|weights in bfloat16")
 SIMULATED = ("paddle", "mxnet")  # of which the CPU computes no float16: see simulated/sitecustomize.py
 QUIET.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
@@ -112,17 +114,17 @@ def diagnosed(runner, case, twin):
     if not done.stdout.lstrip().startswith("{"):
         assert "Traceback" not in done.stderr, done.stderr[-3000:]  # a crash is no verdict
         said = " ".join((done.stdout + done.stderr).split())[-600:]
-        innocent = "precision is innocent" in said and case.float32 == "healthy"
-        return ("wrong" if innocent else "silent"), said
+        loses = "updates" in case.kinds and not twin
+        if "precision is innocent" in said and (loses or case.float32 == "healthy"):
+            return "wrong", said
+        return ("right and curing" if loses and UPDATES.search(said) else "silent"), said
     report = json.loads(done.stdout)
     diagnosis, said = report["diagnosis"], report["verdict"]
     beside = " ".join([*report["mistakes"], *report["notes"], *(risk["text"] for risk in report["risks"])])
     kind = "healthy" if diagnosis is None else diagnosis["kind"]
     if twin:
         return ("accused" if kind not in ("healthy", "loss scale") else "right"), said
-    if "updates" in case.kinds and re.search(
-        r"updates?\b.*\b(lost|round)|bfloat16 weights|weights in bfloat16", beside
-    ):
+    if "updates" in case.kinds and UPDATES.search(beside):
         return "right and curing", f"{said} {beside}"
     if kind == "healthy":
         claimed = "every module agrees" in said and "updates" not in case.kinds
@@ -157,6 +159,8 @@ def tuned(runner, case, twin):
     if not report.exists():
         said = " ".join(done.stderr.split())[-600:]
         assert "Traceback" not in said, done.stderr[-3000:]  # a crash is no verdict
+        if "updates" in case.kinds and not twin and UPDATES.search(said):
+            return "right and curing", said
         if "fails in float32 itself" not in said:
             return ("right" if twin else "silent"), said
         return ("accused" if twin else "right and curing" if case.float32 == "fails" else "wrong"), said
@@ -210,11 +214,13 @@ def _is_true_first(case, first):
 
 
 def _refused(case, twin, stderr):
-    """Judge what `compare` says of a script that raises: its last words, which hold the line."""
+    """Judge what `compare` says of a script that raises, or that it refuses: its last words, which hold the line."""
     said = " ".join(stderr.split())[-600:]
     if twin:
         return "accused", said
-    return ("right without cure" if case.code and case.code in stderr and "error" in case.kinds else "silent"), said
+    raises = "error" in case.kinds and case.code and case.code in stderr
+    loses = "updates" in case.kinds and UPDATES.search(said)
+    return ("right without cure" if raises or loses else "silent"), said
 
 
 def is_true_entry(case, entry):
@@ -295,24 +301,33 @@ def write_page():
         if not file.exists():
             continue
         rows = json.loads(file.read_text())["rows"]
-        tools = [tool for tool in JUDGES if any(row["tool"] == tool for row in rows)]
         verdicts = {(row["case"], row["tool"], row["twin"]): row["verdict"] for row in rows}
-        for tool in tools:
-            failing = [verdict for (_, name, twin), verdict in verdicts.items() if name == tool and not twin]
-            twins = [verdict for (_, name, twin), verdict in verdicts.items() if name == tool and twin]
-            counts = [str(failing.count(verdict)) for verdict in VERDICTS[:4]]
-            accused = f"{twins.count('accused')} of {len(twins)}"
-            sums.append([NAMES[framework], f"`{tool}`", str(len(failing)), *counts, accused])
-        table_of_cases = table(
-            ["script", "what fails in it", *(f"`{tool}`" for tool in tools)],
-            [
-                [f"`{case.name}`", _what_fails(case), *(_cell(verdicts, case, tool) for tool in tools)]
-                for case in cases(framework)
-            ],
-        )
-        parts.append(f"## {NAMES[framework]}\n\n{table_of_cases}\n")
-    head = ["framework", "tool", "scripts", *VERDICTS[:4], "twins accused"]
+        parts.append(f"## {NAMES[framework]}\n")
+        for held_out in (False, True):
+            chosen = [case for case in cases(framework) if case.held_out is held_out]
+            tools = [tool for tool in JUDGES if any((case.name, tool, False) in verdicts for case in chosen)]
+            sums += [_sum(framework, held_out, tool, chosen, verdicts) for tool in tools]
+            if tools:
+                parts += ["Written after the tools:\n"] * held_out + [_table_of_cases(chosen, tools, verdicts) + "\n"]
+    head = ["framework", "tool", "scripts", *(f"{MARKS[verdict]} {verdict}" for verdict in VERDICTS[:4])]
+    head.append(f"{MARKS['accused']} twins accused")
     PAGE.write_text("\n".join([INTRODUCTION, table(head, sums), "", *parts]))
+
+
+def _sum(framework, held_out, tool, chosen, verdicts):
+    """Return a tool's row of the summary: how often it reached each verdict on these cases."""
+    failing, twins = (
+        [verdicts[case.name, tool, twin] for case in chosen if (case.name, tool, twin) in verdicts]
+        for twin in (False, True)
+    )
+    name = f"{NAMES[framework]}, written after the tools" if held_out else NAMES[framework]
+    counts = [str(failing.count(verdict)) for verdict in VERDICTS[:4]]
+    return [name, f"`{tool}`", str(len(failing)), *counts, f"{twins.count('accused')} of {len(twins)}"]
+
+
+def _table_of_cases(chosen, tools, verdicts):
+    rows = [[f"`{case.name}`", _what_fails(case), *(_cell(verdicts, case, tool) for tool in tools)] for case in chosen]
+    return table(["script", "what fails in it", *(f"`{tool}`" for tool in tools)], rows)
 
 
 def _what_fails(case):
@@ -321,39 +336,44 @@ def _what_fails(case):
 
 
 def _cell(verdicts, case, tool):
-    cell = verdicts.get((case.name, tool, False), "not run")
-    return f"{cell}, twin accused" if verdicts.get((case.name, tool, True)) == "accused" else cell
+    """Return the mark of a tool's verdict on a case, and one more if it accused the twin; none where it did not run."""
+    both = [verdicts.get((case.name, tool, twin)) for twin in (False, True)]
+    return " ".join(MARKS[verdict] for verdict in both if verdict in MARKS)
 
 
 NAMES = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "paddle": "PaddlePaddle", "mxnet": "MXNet"}
 INTRODUCTION = """# How often the debugger is right
 
-Here are training scripts that fail of their precision, or of something else that looks like it, and what `ampx
-diagnose`, `ampx tune`, `ampx compare` and the frameworks' own tools say of each. The models are those of libraries
-where these have one; weights and data are made for the purpose. What is true of a script was measured with the
-framework alone, and written down before a tool saw it: what fails, where, and what cures it. Every script has a healthy
-twin, which differs by its data, its weights or a formula, and in which a tool must find nothing.
+These training scripts fail of their precision, or of something else that looks like it. The tables show what `ampx
+diagnose`, `ampx tune`, `ampx compare` and the frameworks' own tools say of each. What fails, where, and what cures it
+was measured with the framework alone, and written down before a tool saw the script. Models are those of libraries
+where these have one. Every script has a healthy twin, which differs by its data, its weights or a formula.
 
-- **right and curing**: kind and place are true, and the advice was carried out: the script then trains as in float32.
-  `tune` is also right where float32 itself fails and it says so.
-- **right without cure**: kind and place are true, but the advice does not help, or there is none.
-- **silent**: nothing is said of the fault, nor anything false.
-- **wrong**: a kind or a place is named that is not true, or all is said to be well. `tune` is wrong where the script
-  does not train by its policy as in float32, or where that keeps in float32 what is not at fault.
-- **twin accused**: a fault is named in the healthy twin.
+The rules of the debugger were found on the first scripts of each framework. Those *written after the tools* come from
+an author who had not read the rules: their rows tell what to expect of a script of your own.
 
-`compare` names no kind and gives no advice. It is right if the first value that it says differs from float32's is an
-output of the module at fault, or the gradient of one; where no module is at fault, if it names no output; where float32
-fails, if it says so. It names a consumer of lost digits, where `diagnose` goes back to what lost them: that counts as
-wrong.
+| mark | verdict | meaning |
+| --- | --- | --- |
+| ✓ | right and curing | kind and place are true, and by the advice, carried out, the script trains as in float32 |
+| ○ | right without cure | kind and place are true; the advice does not help, or there is none |
+| **–** | silent | nothing is said of the fault, nor anything false |
+| **✗** | wrong | a kind or a place is not true, or all is said to be well |
+| **!** | twin accused | a fault is named in the healthy twin |
 
-Other tools name no kind and give no advice. They are judged by the module or the line of the script that they name;
-where only a module of a library is at fault, any line of the script counts as true. They run in the framework's own
-mixed precision. MXNet has no such tool. PaddlePaddle and MXNet compute on a simulated GPU, because their CPU builds
-compute no float16; all else computes on a CPU.
+No mark: not run. ○ is the best that `compare` and other tools reach, which give no advice.
 
-The scripts are in `tests/corpus/scripts`, what is true of them in the `truth.toml` beside them, and every sentence that
-a tool said in `docs/evidence/corpus`. `python tests/corpus/score.py FRAMEWORK` runs the tools and writes this page.
+- `tune` is right, too, where float32 itself fails and it says so. It is wrong if the script does not train by its
+  policy as in float32, or if that keeps in float32 what is not at fault.
+- `compare` is right if the first value that it says differs from float32's is an output of the module at fault, or the
+  gradient of one; where no module is at fault, if it names no output; where float32 fails, if it says so. It names a
+  consumer of lost digits, where `diagnose` goes back to what lost them: that counts as wrong.
+- Other tools are judged by the module or the line that they name; where only a module of a library is at fault, any
+  line of the script is true. They run in the framework's own mixed precision. MXNet has no such tool.
+
+PaddlePaddle and MXNet compute on a simulated GPU, because their CPU builds compute no float16; all else on a CPU.
+
+The scripts are in `tests/corpus/scripts`, the truth in the `truth.toml` beside them, every sentence that a tool said in
+`docs/evidence/corpus`. `python tests/corpus/score.py FRAMEWORK` runs the tools and writes this page.
 """
 
 

@@ -1,5 +1,6 @@
 """`ampx tune` and `ampx diagnose` on whole scripts with a planted overflow, which nobody edits."""
 
+import math
 import pickle
 import textwrap
 from pathlib import Path
@@ -126,6 +127,43 @@ def test_tune_denies_the_layer_that_overflows_and_no_other(here, script, text):
     policy, report = tune_script(script(text), FLOAT16, framework="jax", steps=2, repeats=0, run=here)
     assert [choice.entry for choice in policy.deny] == ["module:wide"]
     assert '"module:wide"' in report["file"]
+
+
+# What a user changes who calls ampx by hand.
+WRAPPED = {
+    "tx = optax.sgd(1e-6)\n": "import ampx\nimport ampx_jax\n\nLINES\ntx = ampx.wrap_optimizer(optax.sgd(1e-6))\n",
+    "loss, grads = jax.value_and_grad(lambda": "loss_of = ampx_jax.autocast(lambda",
+    ".mean())(params)\n": """.mean())
+
+    def scaled_of(params):
+        loss = loss_of(params)
+        with ampx.scale_loss(loss, state) as scaled:
+            return scaled, loss
+
+    grads, loss = jax.grad(scaled_of, has_aux=True)(params)
+""",
+}
+
+
+def loss_by_hand(folder, lines):
+    """Run the script, with ampx by hand and these lines where its optimizer is made; return the first loss."""
+    text = textwrap.dedent(LINEN)
+    for words, code in WRAPPED.items():
+        assert text.count(words) == 1
+        text = text.replace(words, code)
+    (folder / "by_hand.py").write_text(text.replace("LINES", lines) + "    print(loss)\n    break\n")
+    return float(run_python("by_hand.py", cwd=folder, check=True).stdout)
+
+
+def test_what_tune_and_diagnose_say_is_pasted_and_cures(here, script, tmp_path):
+    """The products are 4, and 4 * 4 * 1e4, which is beyond float16: times 1e-5 they are 1.6."""
+    policy, report = tune_script(script(LINEN), FLOAT16, framework="jax", steps=2, repeats=0, run=here, out="mine.toml")
+    policy.write(tmp_path / "mine.toml")
+    diagnosis, _ = diagnose_script(script(LINEN), FLOAT16, framework="jax", run=here)
+    assert loss_by_hand(tmp_path, "ampx.init('jax', dtype='float16', nan_loss='skip')") == math.inf
+    assert loss_by_hand(tmp_path, "\n".join(report["lines"])) == pytest.approx(1.6, rel=2.0**-8)
+    advised = diagnosis.advice.partition("\n# or")[0]
+    assert loss_by_hand(tmp_path, advised) == pytest.approx(1.6, rel=2.0**-8)
 
 
 def test_tune_of_a_script_without_names_denies_the_operation_that_overflows_and_diagnose_names_it(here, script):

@@ -11,7 +11,7 @@ from ampx.numerics.diagnose_script import diagnose_script
 from ampx.numerics.tune_script import tune_script
 from ampx.run import RunSettings
 from ampx.run.program import Program
-from processes import run_here
+from processes import run_here, run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore:mixed precision is off on cpu:ampx.PrecisionWarning")
 # Its second layer has no digits left in bfloat16; its third takes the logarithm of 0 in the third batch.
@@ -78,6 +78,34 @@ def test_tune_denies_the_block_that_bfloat16_has_no_digits_for_and_no_other(aske
     policy, report = asked(tune_script, "1.0", steps=2, repeats=0)
     assert [choice.entry for choice in policy.deny] == ["module:1"]
     assert '"module:1", # tune: relative error' in report["file"]
+
+
+def losses_by_hand(folder, lines):
+    """Run the script, with ampx by hand and these lines, or as it is; return the losses of two steps."""
+    text = textwrap.dedent(SCRIPT).replace("FACTOR", "1.0")
+    if lines:
+        wrapped = f"import ampx\n{lines}\ntrainer = ampx.wrap_optimizer(trainer)\ndata ="
+        text = text.replace("data =", wrapped).replace("loss.backward()", SCALED)
+    # Without these names of NumPy MXNet cannot be imported.
+    text = f"import numpy as np\nnp.bool, np.int = bool, int\n{text}    print(loss.asscalar())\n"
+    (folder / "by_hand.py").write_text(text)
+    printed = run_python("by_hand.py", cwd=folder, check=True).stdout.splitlines()
+    return [float(line) for line in printed[:2]]
+
+
+SCALED = "with ampx.scale_loss(loss, trainer) as scaled: scaled.backward()"
+
+
+@pytest.mark.bfloat16
+def test_what_tune_says_is_pasted_and_cures(asked, tmp_path):
+    policy, report = asked(tune_script, "1.0", steps=2, repeats=0, out="mine.toml")
+    policy.write(tmp_path / "mine.toml")
+    exact = losses_by_hand(tmp_path, "")
+    cured, broken = (
+        losses_by_hand(tmp_path, lines) for lines in ("\n".join(report["lines"]), "ampx.init(dtype='bfloat16')")
+    )
+    assert cured == pytest.approx(exact, rel=policy.tolerance)
+    assert broken != pytest.approx(exact, rel=policy.tolerance)
 
 
 PADDED = """

@@ -10,6 +10,7 @@ import ampx
 from ampx.numerics.checkpoint import started_from
 from ampx.numerics.compare_script import compare_script
 from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.tune_script import tune_script
 from ampx.run import RunSettings
 
 # A batch of step 12 is beyond float16; a checkpoint of step 10 is there.
@@ -76,6 +77,16 @@ def test_each_run_of_a_comparison_starts_from_it(toy_script, checkpoint, tmp_pat
     with started_from(named(checkpoint, tmp_path)) as run:
         compare_script(program, RunSettings(), ("float16",), framework="toy", steps=3, run=run)
     assert set((tmp_path / "starts.txt").read_text().split()) == {"10"}
+    assert checkpoint.read_text() == SAVED
+
+
+def test_each_run_of_a_search_starts_from_it(toy_script, checkpoint, tmp_path):
+    program, saved = toy_script(text(checkpoint, tmp_path, fails=False)), named(checkpoint, tmp_path)
+    with started_from(saved) as run:
+        tune_script(program, SETTINGS, framework="toy", steps=3, repeats=0, run=run, checkpoint=saved)
+    starts = (tmp_path / "starts.txt").read_text().split()
+    assert len(starts) >= 3
+    assert set(starts) == {"10"}
     assert checkpoint.read_text() == SAVED
 
 

@@ -86,7 +86,8 @@ class Chain:
         """Return the diagnosis, and the changes that it tried."""
         tried = []
         low = self.run(dtype, scale)
-        return examined(low, self.run(), dtype, scale, self.again(dtype, scale, tried)), tried
+        again = self.again(dtype, scale, tried)
+        return examined(low, self.run(), dtype, scale, again, prepare_finds_modules=True), tried
 
     def smallest_cures(self, dtype="float16", within=0.02):
         """Return the smallest sets of modules in float32 with which the loss is right: all sets, tried in turn."""

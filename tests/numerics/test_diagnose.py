@@ -15,7 +15,7 @@ from ampx.numerics.compare import padded
 from ampx.numerics.diagnose import diagnosed, examined
 from ampx.numerics.operations import family
 from ampx.numerics.places import key_of
-from ampx.numerics.probe import Reading, Replayed
+from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.rounding import describe, round_to
 from toy import framework
 from toy.framework import Dense, Dropout, Module, Tensor, total
@@ -276,6 +276,24 @@ def test_values_that_flush_to_zero_and_digits_that_cancel_are_named_though_the_l
     assert "off by 0.45 of its norm" in cancelled.why
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Stats(4, largest=3.0, smallest=0.5, lowest=-3.0), "values of magnitude 0.5 to 3, lowest -3"),
+        (Stats(4, zeros=4), "zeros"),
+        (Stats(4, 1, largest=3.0, smallest=0.5), "1 of 4 infinite, the others of magnitude 0.5 to 3, lowest 0"),
+        (Stats(4, 3, 2, zeros=1), "3 of 4 not finite, 2 of them NaN, the others zeros"),
+        (Stats(4, 4, 4), "4 of 4 NaN"),
+    ],
+)
+def test_a_bracket_says_what_its_values_are_and_no_range_where_nothing_is_finite(value, words):
+    diagnosis = in_both("exp", [20.0], np.exp)
+    place = replace(diagnosis.first_nonfinite, value=value, inputs=Stats())
+    lines = str(replace(diagnosis, first_nonfinite=place)).splitlines()
+    (line,) = (line for line in lines if line.startswith("  first"))
+    assert line.endswith(f": {words}")
+
+
 def test_an_infinity_that_does_no_harm_is_not_accused():
     mask = sampled("masked_fill", [1.0], [-math.inf, 1.0]), sampled("masked_fill", [1.0], [-1e9, 1.0], "float32")
     low, exact = (
@@ -346,12 +364,15 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
         sampled("to_copy", [1.0], [1.0]),
         sampled("index_add", [1.0], [1.0]),
     )
-    diagnosis = examined(Refusal("RuntimeError: no", exact.readings[:2], "train.py:3"), exact, "bfloat16", 1.0, None)
+    refusal = Refusal("RuntimeError: no", exact.readings[:2], "train.py:3")
+    diagnosis = examined(refusal, exact, "bfloat16", 1.0, None, prepare_finds_modules=True)
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("error", "index_add")
-    assert diagnosis.advice.splitlines() == [
+    advised = [
         "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # may cure it: keep it in float32",
         "model = amp.prepare(model)  # which has that module, before wrap_optimizer",
     ]
+    assert diagnosis.advice.splitlines() == advised
+    assert examined(refusal, exact, "bfloat16", 1.0, None).advice.splitlines() == advised[:1]  # calls find the module
     assert "  raises: forward pass, module 'block', operation index_add" in str(diagnosis)
 
 

@@ -121,12 +121,23 @@ def test_what_was_imported_in_another_environment_is_imported_anew(trial, copies
     assert (tmp_path / "looks.txt").read_text().split() == ["new", "new"]
 
 
-def test_a_run_whose_memory_counts_and_one_that_is_to_be_anew_are_no_copies(trial, copies, tmp_path, monkeypatch):
+def test_a_run_that_is_to_be_anew_is_no_copy(trial, copies, tmp_path, monkeypatch):
     first = trial(LOOKS + script(), "2", shares_compiled=True)
-    trial(LOOKS + script(), "2", imported=first.imported)
     monkeypatch.setenv(template.SWITCHED_OFF, "1")
     trial(LOOKS + script(), "2", shares_compiled=True, imported=first.imported)
-    assert (tmp_path / "looks.txt").read_text().split() == ["new", "new", "new"]
+    assert (tmp_path / "looks.txt").read_text().split() == ["new", "new"]
+
+
+def test_the_memory_of_a_new_process_and_of_a_copy_is_what_the_script_takes_and_no_library(trial, copies, tmp_path):
+    """A copy maps few pages of its libraries, and inherits what its parent has imported."""
+    takes = "block = b'x' * (64 * 2**20)\n"
+    new = trial(LOOKS + script(), "2")
+    more = trial(LOOKS + takes + script(), "2")
+    copies_of = [trial(LOOKS + text + script(), "2", imported=new.imported) for text in ("", takes)]
+    assert (tmp_path / "looks.txt").read_text().split() == ["new", "new", "copy", "copy"]
+    assert more.peak_host - new.peak_host == pytest.approx(64 * 2**20, abs=2 * 2**20)
+    assert copies_of[1].peak_host - copies_of[0].peak_host == pytest.approx(64 * 2**20, abs=2 * 2**20)
+    assert copies_of[0].peak_host == pytest.approx(new.peak_host, abs=6 * 2**20)
 
 
 def test_a_copy_that_fails_is_an_error_with_its_last_words_and_the_next_one_runs(trial, copies):

@@ -11,14 +11,16 @@ from hypothesis import given, settings, strategies as st
 
 import ampx
 from ampx.numerics import tune as tuning
+from ampx.numerics.batch import Seen
 from ampx.numerics.compare import ModuleError
-from ampx.numerics.probe import Probe, Reading, Stats
+from ampx.numerics.probe import Probe, Reading, Replayed, Stats
 from ampx.numerics.tolerance import Distance, by_rounding, with_joined_gradients
 from ampx.numerics.tune import (
     Choice,
     Kept,
     Search,
     TunedPolicy,
+    at_fault,
     by_error,
     fails_outside,
     fastest,
@@ -110,10 +112,86 @@ class PlantedSearch(Search):
     def failure(self, run):
         return "steps are skipped" if run[1] else self.says(run[0])
 
-    smallest_operations = failing_operations = policy_fields = hopeless = slow = times = beginning = None
+    look = smallest_operations = failing_operations = policy_fields = hopeless = slow = times = beginning = None
 
 
 PlantedSearch.__abstractmethods__ = frozenset()
+
+
+class ShieldedSearch(PlantedSearch):
+    """Stands for runs in which `mul` squares between `first` and `second`, and overflows unless float32 reaches it."""
+
+    def __init__(self, module="", cures=("module:first", "module:norm", "mul"), others=()):
+        super().__init__(["first", "norm", "second", *others], others)
+        self.dtype, self.module, self.cures = "float16", module, cures
+
+    def compute(self, kept):
+        missing, _ = super().compute(kept)
+        return (missing, False) if self.is_wide(kept) else (missing | {"mul"}, False)
+
+    def is_wide(self, kept):
+        names = {*(f"module:{name}" for name in kept.modules), *kept.operations}
+        return not names.isdisjoint(self.cures)
+
+    def look(self, kept):
+        wide = kept is None or self.is_wide(kept)
+        square = Stats(4, largest=9e4) if wide else Stats(4, nonfinite=4)
+
+        def read(module, value, operation="", dtype="float16"):
+            return Reading(module, "Linear", operation, "forward", 0, dtype, value, Stats(4, largest=300.0))
+
+        low = "float32" if wide else "float16"
+        readings = (
+            read("first", Stats(4, largest=300.0), dtype="float32" if kept and "first" in kept.modules else "float16"),
+            read(self.module, square, "mul", low),
+            read("second", Stats(4) if wide else Stats(4, nonfinite=4)),
+        )
+        return Seen(Replayed(1.0 if wide else math.inf, {}, {}), readings)
+
+
+ShieldedSearch.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("module", "modules", "operations"),
+    [("", [], ["mul"]), ("norm", ["norm"], []), ("first", ["first"], []), ("first.inside", ["first"], [])],
+)
+def test_what_fails_is_kept_and_not_what_only_hands_float32_on_to_it(module, modules, operations):
+    search = ShieldedSearch(module)
+    assert at_fault(search, Kept(frozenset({"first"}))) == Kept(frozenset(modules), frozenset(operations))
+    assert search.hands_on == {}
+    if module in ("", "norm"):
+        assert search.without == {(modules or operations)[0]: "mul"}
+
+
+def test_a_module_that_only_hands_float32_on_is_said_to_do_so_where_nothing_else_cures():
+    search = ShieldedSearch(cures=("module:first",))
+    kept = Kept(frozenset({"first"}))
+    assert at_fault(search, kept) == kept
+    assert search.reason("first", "an error") == (
+        "an error; it only hands float32 on to what fails behind it, in the forward pass, the model or the step "
+        "itself, operation mul"
+    )
+
+
+def test_each_of_the_others_is_left_out_again_where_one_is_replaced():
+    search = ShieldedSearch(others=("last",))
+    assert at_fault(search, Kept(frozenset({"first", "last"}))) == Kept(frozenset({"last"}), frozenset({"mul"}))
+    assert search.without == {"mul": "mul", "last": "last"}
+    superfluous = ShieldedSearch(others=())
+    assert at_fault(superfluous, Kept(frozenset({"first", "second"}))) == Kept(operations=frozenset({"mul"}))
+
+
+def test_a_module_is_not_replaced_where_what_fails_behind_it_is_low_as_before():
+    """Its output has lost digits that are missed there: float32 there finds none."""
+    search = ShieldedSearch()
+    see = search.look
+    search.look = lambda kept: replace(
+        see(kept), readings=tuple(replace(entry, dtype="float16") for entry in see(kept).readings)
+    )
+    kept = Kept(frozenset({"first"}))
+    assert at_fault(search, kept) == kept
+    assert search.hands_on == {}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8])
@@ -524,3 +602,18 @@ def test_arguments_out_of_range_are_refused():
     with pytest.raises(ampx.UnsupportedDtypeError):
         ampx.tune(step, layers(1, ()), framework="toy", what_if="bfloat16")
     assert ampx.tune(step, layers(1, ()), framework="toy", dtype="float32").level == "O0"
+
+
+def test_a_module_is_not_replaced_whose_own_output_is_wrong_before():
+    search = ShieldedSearch()
+    see = search.look
+
+    def look(kept):
+        first, *rest = see(kept).readings
+        value = 1.0 if kept is None else 1.5
+        return replace(see(kept), readings=(replace(first, sample=np.full(4, value, np.float32)), *rest))
+
+    search.look = look
+    kept = Kept(frozenset({"first"}))
+    assert at_fault(search, kept) == kept
+    assert search.hands_on == {}

@@ -45,7 +45,7 @@ class Pretended:
         values = [(name, direction) for direction in ("forward", "backward") for name in [*LAYERS, ""]]
         readings = {step: tuple(self.reading(*value, low, kept) for value in values) for step in trial.watched}
         run = {"framework": "toy", "device": "cpu", "dtype": "bfloat16" if dtype == "auto" else dtype, "level": "O1"}
-        run |= {"reason": "made up", "steps": 2, "optimizers": []}
+        run |= {"reason": "made up", "steps": 2, "optimizers": [], "meters": []}
         seconds = 1.0 / self.speed if low else 1.0
         return Outcome(run, tuple(losses), (seconds,), readings=readings, watches=True)
 
@@ -53,8 +53,9 @@ class Pretended:
         wrong = direction == ("backward" if self.only_gradients else "forward")
         off = 0.5 if low and wrong and name in set(self.sensitive) - kept else 0.0
         sample = np.ones(4, np.float32) * (1 + off)
+        dtype = "bfloat16" if low and name not in kept else "float32"
         return Reading(
-            name, "Linear", "", direction, 0, "bfloat16", Stats(4), sample=sample, seconds=0.001 / (1 + bool(low))
+            name, "Linear", "", direction, 0, dtype, Stats(4), sample=sample, seconds=0.001 / (1 + bool(low))
         )
 
 
@@ -113,6 +114,35 @@ def test_a_search_that_was_interrupted_goes_on_and_another_one_begins_anew(tmp_p
         assert anew.runs == whole.runs
     journal.write_text(kept[:-7])  # the power failed while it was written
     assert tuned(Pretended(sensitive), journal=journal)[0].deny == answer.deny
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_search_goes_on_from_the_same_checkpoint_only(tmp_path, folder):
+    sensitive, journal, checkpoint = ("layer2", "layer7"), tmp_path / "ampx.toml.search", tmp_path / "saved"
+    written = checkpoint / "weights" if folder else checkpoint
+    written.parent.mkdir(exist_ok=True)
+
+    def runs_after(before, now):
+        """Return how many runs a search takes from one checkpoint after another was interrupted."""
+
+        def interrupted(trial):
+            if script.runs == 12:
+                raise KeyboardInterrupt
+            return script(trial)
+
+        script = Pretended(sensitive)
+        written.write_text(before)
+        with pytest.raises(KeyboardInterrupt):
+            tuned(interrupted, journal=journal, checkpoint=checkpoint)
+        written.write_text(now)
+        script = Pretended(sensitive)
+        tuned(script, journal=journal, checkpoint=checkpoint)
+        return script.runs
+
+    whole = Pretended(sensitive)
+    tuned(whole)
+    assert runs_after("one", "one") < whole.runs
+    assert runs_after("one", "two") == whole.runs
 
 
 def test_progress_says_how_many_runs_follow_at_most():
@@ -196,6 +226,11 @@ def between(*operations):
     ]
 
 
+def among(readings, *operations):
+    """Return readings with operations behind the first module: before it, and behind the last backward, is no step."""
+    return (readings[0], *operations, *readings[1:])
+
+
 class OutsideOfModules(Pretended):
     """Stands for a script in which `mul` between the modules overflows; nobody takes `secret` in a list."""
 
@@ -213,7 +248,7 @@ class OutsideOfModules(Pretended):
         operations = between(
             ("add", finite, finite), ("secret", broken, finite), ("mul", broken, finite), ("sub", broken, broken)
         )
-        return replace(outcome, readings={1: (*outcome.readings[1], *operations)})
+        return replace(outcome, readings={1: among(outcome.readings[1], *operations)})
 
 
 def test_what_fails_outside_of_modules_is_cured_by_an_operation():
@@ -268,9 +303,8 @@ class Breaking(Pretended):
                 for entry in entries
             )
             if trial.watching.operations and fails:
-                readings[step] += (
-                    Reading("layer3", "Linear", "mul", "forward", 0, "bfloat16", broken, finite, None, ""),
-                )
+                operation = Reading("layer3", "Linear", "mul", "forward", 0, "bfloat16", broken, finite, None, "")
+                readings[step] = among(readings[step], operation)
         return replace(outcome, readings=readings)
 
 
@@ -314,6 +348,84 @@ def test_a_dtype_that_is_slower_is_not_chosen(tmp_path):
     assert "switches ampx off (enabled = false)" in result["verdict"]
     assert "Stay in float32: bfloat16 agrees, and runs at 0.50 times the speed" in result["verdict"]
     assert tuned(Pretended(()), repeats=2)[0].speed == 2.0
+
+
+class CastByHand(Pretended):
+    """Stands for a script that casts to float16 by hand, in front of `layer5`."""
+
+    def __init__(self, value):
+        super().__init__(())
+        self.value = value
+
+    def __call__(self, trial):
+        outcome = super().__call__(trial)
+        cast = Reading("layer5", "Linear", "", "forward", 1, "float16", Stats(4), Stats(4))
+        operation = Reading(
+            "layer5", "Linear", "pow", "forward", 0, "float16", self.value, Stats(4), None, None, "a.py:3"
+        )
+        more = [operation] if trial.watching.operations else []
+        readings = {step: among(entries, cast, *more) for step, entries in outcome.readings.items()}
+        return replace(outcome, readings=readings)
+
+
+def test_what_overflows_where_the_script_casts_by_hand_fails_in_float32_itself():
+    broken = Stats(4, nonfinite=4)
+    message = r"a\.py fails in float32 itself: in the forward pass, module 'layer5', operation pow \(a\.py:3\), 4 of 4"
+    script = CastByHand(broken)
+    with pytest.raises(ampx.TrialError, match=message):
+        tuned(script)
+    assert script.runs == 2  # in float32, and again with its operations
+    assert tuned(CastByHand(Stats(4)))[0].deny == ()
+
+
+@pytest.mark.parametrize("unchanged", [4, 6])
+def test_updates_that_are_lost_in_float32_as_well_end_the_search(unchanged):
+    entry = {"dtype": "bfloat16", "moved": 10, "unchanged": unchanged}
+    meter = {"optimizer": "AdamW", "last": {"step": 2, "parameters": [entry]}}
+
+    def script(trial):
+        assert trial.settings.meter_every == 2 or trial.settings.dtype != "float32"
+        outcome = whole(trial)
+        return replace(outcome, run={**outcome.run, "meters": [meter]})
+
+    whole = Pretended(())
+    if unchanged < 5:
+        assert tuned(script)[0].deny == ()
+        return
+    with pytest.raises(ampx.TrialError, match=r"float32 itself: 60 % of the updates of weights in bfloat16 were .* 2,"):
+        tuned(script)
+
+
+@pytest.mark.parametrize(
+    ("prepare_finds_modules", "sensitive", "lines"),
+    [(True, ("layer3",), 2), (True, (), 1), (False, ("layer3",), 1)],
+)
+def test_the_lines_that_use_the_file_prepare_a_model_where_that_finds_modules(prepare_finds_modules, sensitive, lines):
+    def script(trial):
+        return replace(whole(trial), prepare_finds_modules=prepare_finds_modules)
+
+    whole = Pretended(sensitive)
+    _, report = tuned(script, out="mine.toml")
+    assert report["lines"] == ["amp = ampx.init(policy='mine.toml')", "model = amp.prepare(model)"][:lines]
+    assert tuned(script, what_if="float8_e5m2", tolerance=0.5)[1]["lines"] == []
+
+
+def test_what_nothing_cures_is_said_with_the_place_where_it_fails():
+    class Hopeless(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            low = trial.settings.dtype != "float32"
+            value = Stats(4, nonfinite=4) if low else Stats(4, largest=1e39)
+            operation = Reading("", "", "secret", "forward", 0, "bfloat16", value, Stats(4), None, None, "a.py:7")
+            losses = (math.inf, math.inf) if low else outcome.losses
+            return replace(outcome, losses=losses, readings={1: among(outcome.readings[1], operation)})
+
+    policy, _ = tuned(Hopeless(("nobody",)))
+    assert (
+        "no module that was tried in it cures that; in the forward pass, the model or the step itself, "
+        in (policy.reasons["dtype"])
+    )
+    assert "operation secret (a.py:7)" in policy.reasons["dtype"]
 
 
 @pytest.mark.parametrize(("speed", "runs"), [(2.0, 8), (1.1, 14)])

@@ -1,7 +1,9 @@
 """Paddle's simulated GPU: it rounds as NumPy does, computes nothing silently in float32, and shows planted faults."""
 
 import contextlib
+import functools
 import math
+import runpy
 
 import numpy as np
 import paddle
@@ -9,7 +11,12 @@ import pytest
 
 import ampx
 import simulated_paddle
+from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.tune_script import tune_script
+from ampx.run import RunSettings
+from ampx.run.program import Program
 from ampx_paddle import casting, gradients
+from processes import run_here
 
 pytestmark = [
     pytest.mark.gpu,
@@ -213,3 +220,56 @@ def test_planted_faults_are_seen(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(casting, "region", lambda plan, enabled: contextlib.nullcontext())
         assert computes_in("float16") == "float32"
+
+
+SCRIPT = """
+import paddle
+
+paddle.set_device("gpu")
+paddle.seed(0)
+
+
+class Wide(paddle.nn.Layer):
+    def forward(self, x):
+        return x * 1e5 * 1e-5  # beyond float16
+
+
+model = paddle.nn.Sequential(paddle.nn.Linear(8, 16), Wide(), paddle.nn.Linear(16, 1))
+optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters())
+LINES
+losses = []
+for _ in range(20):
+    loss = (model(paddle.ones([4, 8])) ** 2).mean()
+    BACKWARD
+    optimizer.step()
+    optimizer.clear_grad()
+    losses.append(float(loss))
+"""
+
+
+def losses_by_hand(folder, *lines):
+    """Run the script, with ampx by hand where there are lines; return losses of three steps that were applied."""
+    wrapped = ("import ampx", *lines, "optimizer = ampx.wrap_optimizer(optimizer)") if lines else ()
+    backward = "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()" if lines else "loss.backward()"
+    path = folder / "train.py"
+    path.write_text(SCRIPT.replace("LINES", "\n".join(wrapped)).replace("BACKWARD", backward))
+    try:
+        losses = runpy.run_path(str(path))["losses"]
+        return list(dict.fromkeys(losses))[:3]  # behind a skipped step, the same weights see the same batch again
+    finally:
+        ampx.shutdown()
+
+
+def test_what_tune_and_diagnose_say_is_pasted_and_cures(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the policy file is looked for
+    exact = losses_by_hand(tmp_path)
+    settings, program = RunSettings("float16", device="gpu"), Program(str(tmp_path / "train.py"))
+    options = {"framework": "paddle", "run": functools.partial(run_here, folder=tmp_path)}
+    policy, report = tune_script(program, settings, steps=3, repeats=0, out="mine.toml", **options)
+    assert [choice.entry for choice in policy.deny] == ["module:1"]
+    policy.write("mine.toml")
+    diagnosis, _ = diagnose_script(program, settings, **options)
+    broken = losses_by_hand(tmp_path, "ampx.init(dtype='float16', device='gpu', nan_loss='skip')")
+    assert not np.isfinite(broken).any()
+    for lines in (report["lines"], diagnosis.advice.partition("\n# or")[0].splitlines()):
+        assert losses_by_hand(tmp_path, *lines) == pytest.approx(exact, rel=policy.tolerance)

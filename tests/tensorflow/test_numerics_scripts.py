@@ -10,7 +10,7 @@ from ampx.numerics.tune_script import tune_script
 from ampx.run import RunSettings
 from ampx.run.program import Program
 from ampx_tensorflow import rewrite
-from processes import run_here
+from processes import run_here, run_python
 
 FIT = """
 import keras
@@ -96,6 +96,34 @@ def test_tune_denies_the_layer_of_fit_that_overflows_and_no_other(here, script):
     policy, report = tune_script(script(FIT), FLOAT16, framework="tensorflow", steps=3, repeats=0, run=here)
     assert [choice.entry for choice in policy.deny] == ["module:wide"]
     assert '"module:wide"' in report["file"]
+
+
+COMPILE = 'model.compile(keras.optimizers.SGD(0.001), "mse", jit_compile=False)'
+BY_HAND = """import ampx
+{lines}
+optimizer = ampx.wrap_optimizer(keras.optimizers.SGD(0.001))
+model.compile(optimizer, "mse", jit_compile=False)
+"""
+
+
+def steps_by_hand(folder, lines):
+    """Run the script, with ampx by hand and these lines; return how many of its three steps were applied."""
+    assert FIT.count(COMPILE) == 1
+    count = "print(int(optimizer.iterations))\n"
+    (folder / "by_hand.py").write_text(FIT.replace(COMPILE, BY_HAND.format(lines=lines)) + count)
+    return int(run_python("by_hand.py", cwd=folder, check=True).stdout.splitlines()[-1])
+
+
+def test_what_tune_and_diagnose_say_is_pasted_and_cures(here, script, tmp_path):
+    options = {"framework": "tensorflow", "run": here}
+    policy, report = tune_script(script(FIT), FLOAT16, steps=3, repeats=0, out="mine.toml", **options)
+    policy.write(tmp_path / "mine.toml")
+    diagnosis, _ = diagnose_script(script(FIT), FLOAT16, **options)
+    scale = "loss_scale=128.0"  # at which no step is lost to settling
+    broken = f"amp = ampx.init('tensorflow', dtype='float16', {scale}, nan_loss='skip')\nmodel = amp.prepare(model)"
+    assert steps_by_hand(tmp_path, broken) == 2
+    for lines in (report["lines"], diagnosis.advice.partition("\n# or")[0].splitlines()):
+        assert steps_by_hand(tmp_path, "\n".join(lines).replace("ampx.init(", f"ampx.init({scale}, ")) == 3
 
 
 def test_a_watched_step_of_a_loop_holds_the_layers_and_the_loss_and_no_update(here, script):

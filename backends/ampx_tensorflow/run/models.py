@@ -194,6 +194,7 @@ def lines(run: Run) -> tuple[str, ...]:
     """Return the lines of code that do the same by hand."""
     return (
         f"{run.init_call()}  # before the model is made",
+        *run.prepare_lines(),
         "optimizer = ampx.wrap_optimizer(optimizer)",
         "model.compile(optimizer=optimizer, loss=loss)  # the last layer with dtype='float32'",
     )
