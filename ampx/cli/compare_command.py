@@ -54,8 +54,6 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
             console.print(_table(title, WORST_HEAD, worst_rows(facts["modules"])))
     if report["sweep"] is not None:
         _print_sweep(console, report["sweep"])
-    for mistake in report["mistakes"]:
-        terminal.say(f"mistake: {mistake}")
     for note in report["notes"]:
         terminal.say(f"note: {note}")
 

@@ -427,6 +427,7 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     right = f"{name}: {', '.join(_seen_of_losses(facts))}{f': {doubt}' if doubt else ''}."
     lines = [f"{right} Step {fault['step']}: {fault['kind']}: {fault['why']}" if fault else right]
     lines += [f"Cure, tried: {fault['cure']}."] if fault and fault["cure"] else []
+    lines[:1] = [" ".join([*lines[:1], *facts["mistakes"]])]
     return "\n".join([*lines, f"{', '.join(_cost(facts))}{'' if doubt else f': {worth}'}."])
 
 
@@ -459,6 +460,7 @@ def _doubt(facts: Mapping[str, Any]) -> str | None:
     doubts = (
         (facts["float32_fails"] is not None, "that comes first, and precision is not its cause"),
         (_skips_most(facts) or bool(facts["flushed"]) or facts["fault"] is not None, "look before you rely on it"),
+        (bool(facts["mistakes"]), "look before you rely on it"),
         (facts["float32_parts_at"] is not None, "make the script repeatable first"),
         (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
     )
@@ -619,6 +621,7 @@ def _watched_facts(
         "lost": {REFERENCE: _lost(exact), "dtype": _lost(low)},
         "float32_parts_at": _differs(references[0], again, name, facts["parts_at"]),
         "modules": None,
+        "mistakes": [] if low is None else list(low.mistakes),
         "fault": None,
         "flushed": [],
     }

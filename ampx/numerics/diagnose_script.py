@@ -353,7 +353,9 @@ def _of_values(reference: Seen, scale: float) -> Seen:
         )
 
     readings = unscaled(reference.readings, scale)
-    backward = (replace(entry, value=divided(entry.value)) if entry.direction == "backward" else entry for entry in readings)
+    backward = (
+        replace(entry, value=divided(entry.value)) if entry.direction == "backward" else entry for entry in readings
+    )
     return replace(reference, readings=tuple(backward))
 
 

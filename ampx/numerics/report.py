@@ -125,7 +125,6 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     verdicts = [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]
     parts = [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
     parts += [page.paragraph(line, verdict=True) for verdict in verdicts for line in verdict.splitlines()]
-    parts += map(page.paragraph, report["mistakes"])
     parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
     parts += _loss_parts("Loss", *_losses(report))
     if meters := meter_rows(report):

@@ -224,7 +224,7 @@ def test_gradients_that_come_by_another_way_are_told_of():
 
 def test_mixed_precision_of_the_scripts_own_is_refused(monkeypatch):
     run, region = automate()
-    with region, pytest.raises(ampx.RunRefusedError, match="keeps parameters in bfloat16, .* updates .* are lost"):
+    with region, pytest.raises(ampx.RunRefusedError, match=r"keeps parameters in bfloat16, .* updates .* are lost"):
         optax.sgd(0.1).init(B.astype(jnp.bfloat16))
     assert run.refusal is not None
     monkeypatch.setitem(sys.modules, "jmp", object())

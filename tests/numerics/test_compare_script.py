@@ -250,6 +250,10 @@ FAULT = {"step": 2, "kind": "overflow", "why": "it is.", "by_hand": False, "cure
             {"lost": {"float32": 0.9, "dtype": 0.9}},
             ["in all 4 steps, 90% of the updates round to nothing (90% of those in float32).", "worth it."],
         ),
+        (
+            {"mistakes": ["a.py:3: most updates round to nothing."]},
+            [f"{AGREES}: {LOOK} a.py:3: most updates round to nothing.", f"{FASTER}."],
+        ),
         ({"losses": [None] * 4, "ends_alike": False}, [f"the losses are not known: {LOOK}", f"{FASTER}."]),
     ],
 )
@@ -257,7 +261,11 @@ def test_the_verdict_is_true_of_what_was_seen(change, lines):
     speed = {"ratio": 1.5, "least": 1.4, "largest": 1.6, "pairs": [1.4, 1.5, 1.6]}
     facts = {"speed": speed, "memory_ratio": None, "losses": [1.0] * 4, "parts_at": None, "ends_alike": True}
     facts |= {"skipped": [], "steps": 4, "modules": None, "lost": {"float32": 0.0, "dtype": 0.0}}
-    facts |= {**dict.fromkeys(("float32_parts_at", "float32_fails", "settled", "fault", "noise")), "flushed": []}
+    facts |= {
+        **dict.fromkeys(("float32_parts_at", "float32_fails", "settled", "fault", "noise")),
+        "flushed": [],
+        "mistakes": [],
+    }
     said = verdict("float16", {**facts, **change}).splitlines()[-len(lines) :]
     for line, end in zip(said, lines, strict=True):
         assert line.endswith(end)

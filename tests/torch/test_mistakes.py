@@ -298,3 +298,37 @@ def test_a_whole_step_of_complex_parameters_is_compiled_by_hand():
         plain.step()
         plain.zero_grad()
         assert all(torch.equal(own, twin) for own, twin in zip(parameters, twins, strict=True))
+
+
+EMA = """
+import copy
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(32, 1)
+average = copy.deepcopy(model).requires_grad_(False).to(DTYPE)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(4):
+    activation = torch.ones(64, dtype=torch.bfloat16)
+    activation += 1e-3  # of a step, which nothing is added to again
+    (0.01 * model(torch.randn(8, 32)).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for slow, fast in zip(average.parameters(), model.parameters()):
+            UPDATE
+"""
+AVERAGES = {
+    "lerp": "slow.lerp_(fast.to(slow.dtype), 0.02)",
+    "factors": "slow.mul_(0.999).add_(fast.to(slow.dtype), alpha=0.001)",
+    "difference": "slow += 0.02 * (fast - slow)",
+}
+
+
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float32"])
+@pytest.mark.parametrize("average", AVERAGES)
+def test_updates_of_an_average_in_low_precision_that_round_to_nothing_are_named(looked_at, average, dtype):
+    report, lines = looked_at(EMA.replace("DTYPE", dtype).replace("UPDATE", AVERAGES[average]))
+    named = {lines[int(mistake.split(": ")[0].rpartition(":")[2]) - 1].strip() for mistake in report["mistakes"]}
+    assert named == ({AVERAGES[average]} if dtype == "torch.bfloat16" else set())
