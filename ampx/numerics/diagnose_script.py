@@ -19,7 +19,7 @@ from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
 from .meter import LOST
 from .places import Place, cast_by_hand, key_of, of_the_step, outermost
-from .probe import Reading, Replayed, Stats, Watching
+from .probe import Reading, Replayed, Watching
 from .tolerance import percent
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
 from .tune import kept_in_float32
@@ -346,17 +346,14 @@ def _seen(outcome: Outcome, step: int) -> Seen:
 
 def _of_values(reference: Seen, scale: float) -> Seen:
     """Return a step in float32 with the gradients of its values: where casting is off in one step, they are scaled."""
-
-    def divided(value: Stats) -> Stats:
-        return replace(
-            value, largest=value.largest / scale, smallest=value.smallest / scale, lowest=value.lowest / scale
-        )
-
-    readings = unscaled(reference.readings, scale)
-    backward = (
-        replace(entry, value=divided(entry.value)) if entry.direction == "backward" else entry for entry in readings
+    sizes = ("largest", "smallest", "lowest")
+    readings = tuple(
+        replace(entry, value=replace(entry.value, **{name: getattr(entry.value, name) / scale for name in sizes}))
+        if entry.direction == "backward"
+        else entry
+        for entry in unscaled(reference.readings, scale)
     )
-    return replace(reference, readings=tuple(backward))
+    return replace(reference, readings=readings)
 
 
 def _fails_after(outcome: Outcome, step: int) -> bool:
