@@ -436,9 +436,10 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
         )
     if apart is None:
         off, explained = loss_error(low, reference) if isinstance(low, Seen) else math.nan, bound(dtype, len(errors))
-        agrees = f"every module agrees, and the loss is {percent(off)} from float32's"
-        behind = f"no module is to blame for the loss, which is {percent(off)} from float32's, where rounding explains"
-        return f"{behind} {percent(explained)}" if off > explained else agrees
+        loss = f"the loss is {percent(off)} from float32's"
+        if off > explained:
+            return f"outputs of modules agree, and {loss}, where rounding explains {percent(explained)}"
+        return f"every module agrees, and {loss}"
     module = f"module {apart.module!r}" if apart.module else "the model"
     if math.isinf(apart.error):
         return f"outputs of {module} are not finite"
@@ -506,12 +507,11 @@ class _Look:
         if self.fails:
             return f"Step {self.step}: {self.diagnosis.kind}: {self.diagnosis.why}"
         dangers = "some risks, which did no harm" if self.diagnosis.risks else "no risks"
-        compared = f"was compared with float32 from the same weights: {self.agreement}, and there are {dangers}."
-        if self.off.get(self.step, 0.0) > WRONG:
-            parts = (
-                f"The loss of step {self.step} of {seen.steps} in {seen.dtype} is {percent(self.off[self.step])} from"
-            )
-            return f"{parts} float32's, and it is not known why: that step {compared}"
+        compared = f"was compared with float32: {self.agreement}, and there are {dangers}."
+        error = self.off.get(self.step, 0.0)
+        if error > WRONG:
+            loss = f"The loss of step {self.step} of {seen.steps} in {seen.dtype} is {percent(error)} from float32's"
+            return f"{loss}, and it is not known why: that step {compared}"
         return f"{_nothing_failed(seen)}{self._within()} Step {self.step} {compared}"
 
     def _within(self) -> str:
