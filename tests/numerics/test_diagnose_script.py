@@ -320,4 +320,4 @@ def test_nothing_failed_is_not_said_of_losses_that_part_from_those_of_float32():
     )
     _, result = trains((1.05, 1.0, 1.0), (1.0, 1.0, 1.0))
     assert "To step 3 losses are within 5 % of float32's." in result["verdict"]
-    assert "no module is to blame for the loss, which is 5 % from float32's, where rounding" in result["verdict"]
+    assert "outputs of modules agree, and the loss is 5 % from float32's, where rounding explains " in result["verdict"]
