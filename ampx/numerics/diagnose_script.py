@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.errors import TrialError
+from ampx.formats import digits_of
 from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
@@ -257,6 +258,8 @@ class Runs:
     def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
         """Run the step with a change; `modules` are the names of all."""
         forced = _in_every_model(change.float32, modules)
+        if change.rounded:
+            forced |= dict.fromkeys(_in_every_model((change.rounded,), modules), digits_of(change.bits))
         trial = {"forced": forced, "watched": (self._step,), "steps": self._step + _LATER}
         settings: dict[str, Any] = {"loss_scale": change.scale, "dtype": change.dtype}
         if change.operations:

@@ -277,6 +277,24 @@ def test_values_that_flush_to_zero_and_digits_that_cancel_are_named_though_the_l
 
 
 @pytest.mark.parametrize(
+    ("inputs", "kind"),
+    [
+        ([100.0, 100.0, 100.0, 100.0], "digits"),  # float16 has steps of 0.06 there
+        ([0.0, 0.0, 1.0, 0.0], "flush"),  # the terms were
+    ],
+)
+def test_a_difference_of_equal_numbers_is_not_flushed(inputs, kind):
+    """What float16 cannot hold of `100.01 - 100` is in 100.01: a difference is exact where it is small."""
+    exact = np.array([0.01, 0.02], np.float32)
+    terms = [100.01, 100.02, 100.0, 100.0] if kind == "digits" else [1e-9, 2e-9, 1.0, 3e-9]
+    reference = seen(sampled("sub", terms, exact, "float32"), sampled("", terms, exact, "float32"))
+    low = seen(sampled("sub", inputs, 0 * exact), sampled("", inputs, 0 * exact))
+    diagnosis = diagnosed(low, reference, "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == (kind, "sub")
+    assert ("smallest number" in diagnosis.why) == (kind == "flush")
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [
         (Stats(4, largest=3.0, smallest=0.5, lowest=-3.0), "values of magnitude 0.5 to 3, lowest -3"),
