@@ -16,7 +16,7 @@ from .batch import Refusal, Seen
 from .causes import Fault, Kind, first_flushed, loss_error, lost_gradients
 from .compare import relative_error
 from .operations import family
-from .places import WRONG, first_failing, first_wrong, is_low, key_of
+from .places import WRONG, error_of, first_failing, first_wrong, is_low, key_of
 from .probe import Reading
 from .tolerance import percent
 from .tune import inside
@@ -140,8 +140,8 @@ class Search:
             kept = (*kept, module)
             seen = self._attempt(kept)
             if self.experiments[-1].cures:
-                kept = self._needed(kept)
-                self.producer = self._producer(kept)
+                kept, seen = self._needed(kept, seen)
+                self.producer = self._producer(kept, seen)
                 return Change(kept, scale=self._scale)
             if seen is not None:
                 readings, position = seen.readings, self._failing(seen)
@@ -165,20 +165,29 @@ class Search:
         assert self._fault.position is not None
         return self._fault.readings[self._fault.position]
 
-    def _needed(self, kept: tuple[str, ...]) -> tuple[str, ...]:
-        """Leave out each module without which the batch is cured as well; the last is needed, as was seen."""
+    def _needed(self, kept: tuple[str, ...], seen: Seen | None) -> tuple[tuple[str, ...], Seen | None]:
+        """Leave out each module without which the batch is cured as well; the last is needed, as was seen.
+
+        Args:
+            kept: Modules that cure the batch.
+            seen: The batch with these in float32.
+        """
         for module in kept[:-1]:
             fewer = tuple(name for name in kept if name != module)
-            self._attempt(fewer)
+            without = self._attempt(fewer)
             if self.experiments[-1].cures:
-                kept = fewer
-        return kept
+                kept, seen = fewer, without
+        return kept, seen
 
-    def _producer(self, kept: tuple[str, ...]) -> str:
+    def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> str:
         """Return the module that lost what is missed at the place; "" where that is lost at the place itself.
 
-        It is another one if the batch is wrong in float32, too, once only that module rounds to the dtype's digits:
-        then no float32 behind it brings back what is missed.
+        It is another one if what was wrong there is right now, computed in the low precision as before. Or if the batch
+        is wrong in float32, too, once only that module rounds to the dtype's digits: no float32 behind it helps.
+
+        Args:
+            kept: Modules that cure the batch.
+            seen: The batch with these in float32.
         """
         loses = self._fault.cancels or self._fault.kind in LOSES_DIGITS
         before = self._fault.readings[: self._fault.position]
@@ -186,9 +195,31 @@ class Search:
         ends = [module for module in outputs if module in kept]
         if not loses or not ends or _is_part(self._place.module, kept):
             return ""
-        change = Change(scale=1.0, dtype="float32", rounded=ends[-1], bits=FORMATS[self._dtype].bits)
+        producer = ends[-1]
+        return producer if self._mends_low(kept, seen) or self._fails_rounded(producer) else ""
+
+    def _fails_rounded(self, module: str) -> bool:
+        """Return whether the batch is wrong in float32, too, where only a module rounds."""
+        change = Change(scale=1.0, dtype="float32", rounded=module, bits=FORMATS[self._dtype].bits)
         seen = self._again(change, self._modules())
-        return ends[-1] if isinstance(seen, Seen) and not self._agrees(seen) else ""
+        return isinstance(seen, Seen) and not self._agrees(seen)
+
+    def _mends_low(self, kept: tuple[str, ...], seen: Seen | None) -> bool:
+        """Return whether the first value that was wrong is right now, though it is computed in the low precision.
+
+        What only moves numbers computes none.
+        """
+        exact = {key_of(entry): entry for entry in self._reference().readings}
+        now = {} if seen is None else {key_of(entry): entry for entry in seen.readings}
+        for entry in self._fault.readings[self._fault.position :]:
+            key = key_of(entry)
+            mended = now.get(key)
+            outside = entry.direction == "forward" and entry.operation and not _is_part(entry.module, kept)
+            if not outside or mended is None or error_of(entry, exact.get(key)) <= WRONG:
+                continue
+            if is_low(mended) or family(entry.operation) != "mask":
+                return is_low(mended) and error_of(mended, exact.get(key)) <= WRONG
+        return False
 
     def _modules(self) -> list[str]:
         return [entry.module for entry in self._reference().readings]
