@@ -55,7 +55,7 @@ def diagnose_script(
         settings: As for `ampx run`.
         framework: The only framework to automate.
         at: The step to look at; by default the first with a loss that is not finite, in which the scale collapses, or
-            that raises; else the last that was skipped, where half of all were.
+            that raises; else the first of the last that were skipped in a row, where half of all were.
         steps: How many steps to wait for that; by default all that the script makes.
         seed: What random numbers start from.
         run: Runs a trial.
@@ -78,13 +78,27 @@ def diagnose_script(
         elif first.raised is not None:
             step, what = first.steps + 1, "exception"
         elif 2 * len(first.skipped) >= first.steps:  # which trains nothing, though no loss fails
-            step, what = first.skipped[-1], "skipped"
+            return _look_at_skipped(trial, first, notes, run, progress)
         elif first.dtype == "float32" or not first.watches:
             return None, _report(trial, first, notes)
         else:
             return _look_where_losses_part(trial, first, notes, run, progress)
     assert step is not None
     return _look_at(trial, step, what, first, notes, run, progress)
+
+
+def _look_at_skipped(
+    trial: Trial, first: Outcome, notes: list[str], run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
+) -> tuple[Diagnosis | None, dict[str, Any]]:
+    """Look at the first of the last skipped steps in a row; or at the last, if only the loss scale is why that was.
+
+    See `_look_at` for the arguments.
+    """
+    last = first.skipped[-1]
+    begins = next(step for step in range(last, 0, -1) if step - 1 not in first.skipped)
+    diagnosis, report = _look_at(trial, begins, "skipped", first, [*notes], run, progress)
+    only_scaled = diagnosis is not None and diagnosis.kind == "loss scale" and begins != last
+    return _look_at(trial, last, "skipped", first, notes, run, progress) if only_scaled else (diagnosis, report)
 
 
 def _look_where_losses_part(

@@ -321,3 +321,8 @@ def test_nothing_failed_is_not_said_of_losses_that_part_from_those_of_float32():
     _, result = trains((1.05, 1.0, 1.0), (1.0, 1.0, 1.0))
     assert "To step 3 losses are within 5 % of float32's." in result["verdict"]
     assert "outputs of modules agree, and the loss is 5 % from float32's, where rounding explains " in result["verdict"]
+
+
+def test_of_skipped_steps_the_first_in_the_last_row_is_looked_at_where_no_loss_scale_is_why():
+    diagnosis, result = trains((1.0,) * 6, (1.0,) * 6, skipped=(1, 4, 5, 6))
+    assert (result["step"], result["fault"], diagnosis.kind) == (4, "skipped", "overflow")
