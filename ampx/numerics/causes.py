@@ -451,9 +451,11 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
         kind, why = _cause(Case(place, other, dtype, low.readings, healthy=exact))
     elif flushes(place.value, before) and not _cancels(place, other):
         kind = "flush"
+        form = FORMATS[dtype]
+        holds_none = f", whose smallest number is {form.smallest:.2g}" if before.smallest <= form.flushes_to else ""
         why = (
-            f"{place.value.zeros} of {place.value.elements} elements are zero in {dtype}, whose smallest number is "
-            f"{FORMATS[dtype].smallest:.2g}; in float32 they are up to {before.largest:.4g}"
+            f"{place.value.zeros} of {place.value.elements} elements are zero in {dtype}{holds_none}; in float32 they "
+            f"are up to {before.largest:.4g}"
         )
     else:
         kind = "digits"
