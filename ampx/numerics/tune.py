@@ -420,7 +420,8 @@ class Search(abc.ABC, Generic[Run]):
         device: Name of the device.
         dtype: The low precision.
         tolerance: How far a run may be from float32's.
-        scale: The loss scale of runs in the dtype; it falls where it is to blame.
+        scale: The loss scale of runs in the dtype; it falls where gradients overflow.
+        smallest_scale: What it falls to at most: with less, gradients would flush.
         runs: How many runs were made.
         samples: Of so many runs most decide; more than one where float32 itself differs from run to run.
         simulated: Values are rounded where modules take and return them, and operations compute in float32.
@@ -438,6 +439,7 @@ class Search(abc.ABC, Generic[Run]):
     dtype: str
     tolerance: Tolerance
     scale: float = 1.0
+    smallest_scale: float = 1.0
     runs: int = 0
     samples: int = 1
     simulated: bool = False
@@ -454,7 +456,6 @@ class Search(abc.ABC, Generic[Run]):
         self.without: dict[str, str] = {}
         self.hands_on: dict[str, str] = {}
         self._looks: dict[Kept | None, Seen] = {}
-        self._not_by_scale: set[tuple[int, ...]] = set()
 
     @abc.abstractmethod
     def compute(self, kept: Kept) -> Run:
@@ -465,8 +466,8 @@ class Search(abc.ABC, Generic[Run]):
         """
 
     @abc.abstractmethod
-    def overflows(self, run: Run) -> tuple[int, ...]:
-        """Return the steps whose gradients are not finite, though what was computed before is."""
+    def overflows(self, run: Run) -> bool:
+        """Return whether gradients of a step are not finite, though all that was computed forward is."""
 
     @abc.abstractmethod
     def failure(self, run: Run) -> str:
@@ -508,20 +509,13 @@ class Search(abc.ABC, Generic[Run]):
     def settled(self, kept: Kept) -> Run:
         """Run in the dtype with a loss scale that fits: before a module is blamed for skipped steps, the scale is.
 
-        Where the same steps are skipped even with a scale of 1, it is not to blame, and is as it was.
+        The scale stays as small as one run needed it. If it rose again, other runs would be skipped for its sake.
         """
-        first = run = self.compute(kept)
-        scale, steps = self.scale, self.overflows(run)
-        if steps in self._not_by_scale:
-            return first
-        while self.overflows(run) and self.scale > 1:
-            self.scale = max(1.0, self.scale / BACKOFF)
+        run = self.compute(kept)
+        while self.overflows(run) and self.scale > self.smallest_scale:
+            self.scale = max(self.smallest_scale, self.scale / BACKOFF)
             run = self.compute(kept)
-        if not self.overflows(run):
-            return run
-        self._not_by_scale.add(steps)
-        self.scale = scale
-        return first
+        return run
 
     def judged(self, kept: Kept) -> str:
         """Return the failure of a run with this in float32, which is made once; empty where it agrees."""
@@ -767,6 +761,7 @@ class _BatchSearch(Search[_Replay]):
         super().__init__(for_inference, self.reference.readings)
         self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
         self.tolerance = self._explained().at(tolerance)
+        self.smallest_scale = min(self.scale, self.tolerance.smallest_scale(casting.dtype, self.reference.readings))
         self.lowers = True  # something besides what fails is computed in the dtype
 
     def _explained(self) -> Tolerance:
@@ -823,8 +818,8 @@ class _BatchSearch(Search[_Replay]):
         except Exception as error:
             return _Replay(Seen(Replayed(math.nan, {}, {}), self.batch.read_before_error), in_one_line(error))
 
-    def overflows(self, run: _Replay) -> tuple[int, ...]:
-        return (1,) if math.isfinite(run.seen.replayed.loss) and run.seen.overflows else ()
+    def overflows(self, run: _Replay) -> bool:
+        return math.isfinite(run.seen.replayed.loss) and run.seen.overflows
 
     def failure(self, run: _Replay) -> str:
         if run.raised:

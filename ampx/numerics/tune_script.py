@@ -250,6 +250,8 @@ class _ScriptSearch(Search[Outcome]):
         self.scale = self._fitting() if scaled(dtype) else 1.0
         self.rounded: list[Outcome] = []
         self.tolerance = self._explained(seeds=2).at(tolerance)
+        deciding = (self.tolerance.smallest_scale(dtype, self.reference.readings.get(step, ())) for step in _DECIDING)
+        self.smallest_scale = min(self.scale, max(deciding))
         self.first = self.settled(NOTHING)
         if dtype != FLOAT32.dtype and self.failure(self.first):
             self._repeat_float32()
@@ -362,11 +364,11 @@ class _ScriptSearch(Search[Outcome]):
                 raise
             raise UnsupportedOpError(str(error)) from error
 
-    def overflows(self, run: Outcome) -> tuple[int, ...]:
+    def overflows(self, run: Outcome) -> bool:
         finite = all(map(_is_finite, run.losses)) and not any(
             entry.value.nonfinite for entry in run.readings.get(1, ()) if entry.direction == "forward"
         )
-        return tuple(run.skipped) if finite and run.raised is None and scaled(self.dtype) else ()
+        return bool(run.skipped) and finite and run.raised is None and scaled(self.dtype)
 
     def failure(self, run: Outcome) -> str:
         if run.raised is not None:
