@@ -159,7 +159,9 @@ def in_float32(reason: str, agrees: bool = True, speed: float | None = None) -> 
     }
 
 
-def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> frozenset[str] | None:
+def minimal(
+    names: Sequence[str], passes: Callable[[frozenset[str]], bool], most: int | None = None
+) -> frozenset[str] | None:
     """Return a smallest set of names that passes, with few calls of `passes`.
 
     It is exact where every superset of a set that passes does so, too. Elsewhere it is a set that passes. Of `n` names
@@ -171,9 +173,10 @@ def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> f
     Args:
         names: All names, the likeliest first.
         passes: Returns whether a set is enough.
+        most: How many names are of use; None for any number.
 
     Returns:
-        The names; None where not even all together pass.
+        The names; None where not even all together pass, or only more than are of use.
     """
     needed: frozenset[str] = frozenset()
     if passes(needed):
@@ -197,6 +200,8 @@ def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> f
         candidates = candidates[: passing - 1]
         if not candidates or passes(needed):
             return needed
+        if len(needed) == most:
+            return None
 
 
 def by_error(
@@ -583,8 +588,9 @@ def fails_outside(tolerance: Tolerance, run: Distance | None) -> bool:
 def needed(search: Search[Any], candidates: Sequence[str]) -> Kept | None:
     """Return a smallest set of modules whose run agrees with float32's; None where there is none.
 
-    A module that holds others is kept with all inside. Where these do without it, the smallest set of them takes its
-    place; where they do not, it is needed for what it computes itself. Each of the others is left out once.
+    A module that holds others is kept with all inside. Where one of these does without it, that takes its place; else
+    it stays, for what it computes itself: several that only hand float32 on to it are more, and are no cause. Each of
+    the others is left out once.
 
     Args:
         search: The measurements.
@@ -598,9 +604,10 @@ def needed(search: Search[Any], candidates: Sequence[str]) -> Kept | None:
         name = untried.pop()
         rest = modules - {name}
         parts = [other for other in search.order if inside(other, name)]
-        search.without[name] = search.judged(Kept(rest | frozenset(parts)))
-        if not search.without[name]:
-            smaller = minimal(parts, functools.partial(_passes_with, search, rest)) or frozenset()
+        smaller = minimal(parts, functools.partial(_passes_with, search, rest), most=1)
+        if smaller is None:
+            search.without[name] = search.judged(Kept(rest))
+        else:
             modules = rest | smaller
             untried += [part for part in parts if part in smaller]
     return Kept(modules)
@@ -657,16 +664,15 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
 
 
 def _with_place(search: Search[Any], kept: Kept, name: str, place: Reading) -> Kept | None:
-    """Return what keeps a place in float32 instead of a module; None where that has no name, or is around the module.
+    """Return what keeps a place in float32 instead of a module; None where that has no name.
 
-    Of a place in a model as a whole, or outside of all, the operation is named.
+    Of a place in a model as a whole, in a module around this one, or outside of all, the operation is named.
     """
     rest, is_whole = kept.without(name), not place.module.rpartition(":")[2]
-    if is_whole:
+    if is_whole or inside(name, place.module):
         forward = place.operation and place.direction == "forward"
         return replace(rest, operations=rest.operations | {place.operation}) if forward else None
-    named = place.module in search.modules and not inside(name, place.module)
-    return replace(rest, modules=rest.modules | {place.module}) if named else None
+    return replace(rest, modules=rest.modules | {place.module}) if place.module in search.modules else None
 
 
 def searched(search: Search[Any], repeats: int) -> TunedPolicy:

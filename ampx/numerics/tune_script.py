@@ -327,18 +327,12 @@ class _ScriptSearch(Search[Outcome]):
             self.samples = _SAMPLED
 
     def _order(self) -> list[str]:
-        """Return modules, the likeliest to be needed in float32 first: the module that raised, where one did."""
+        """Return modules, the likeliest to be needed in float32 first: what may have raised, where something did."""
         reference, low = self.reference.readings[1], self.first.unscaled_readings(1)
-        errors = list(self.errors[1])
-        reached = {key_of(entry) for entry in low}
-        missing = next((entry for entry in reference if key_of(entry) not in reached), None)
-        if self.first.raised and missing is not None:
-            error = math.inf if missing.direction == "forward" else 0.0
-            errors.append(
-                ModuleError(missing.module, missing.kind, missing.direction, missing.call, self.dtype, error, 0.0)
-            )
         loss = next(iter(self.reference.losses), None)
-        return by_error(self.modules, errors, {} if loss is None else first_order(reference, low, loss))
+        effects = {} if loss is None else first_order(reference, low, loss)
+        raised = _may_have_raised(reference, low) if self.first.raised else []
+        return list(dict.fromkeys([*raised, *by_error(self.modules, self.errors[1], effects)]))
 
     def low(self, kept: Kept = NOTHING, **options: Any) -> Trial:
         """Return the run in the dtype, with modules and operations in float32."""
@@ -524,6 +518,18 @@ class _ScriptSearch(Search[Outcome]):
 def _is_finite(loss: float | None) -> bool:
     """Return whether a loss is finite, as far as is known."""
     return loss is None or math.isfinite(loss)
+
+
+def _may_have_raised(reference: Sequence[Reading], low: Iterable[Reading]) -> list[str]:
+    """Return the first module that returned nothing, and the innermost around it and what was computed before."""
+    reached = {key_of(entry) for entry in low}
+    position = next((at for at, entry in enumerate(reference) if key_of(entry) not in reached), None)
+    if position is None or reference[position].direction == "backward":
+        return []
+    both = [entry.module for entry in reference[max(0, position - 1) : position + 1]]
+    names = {entry.module for entry in reference if all(inside(name, entry.module) for name in both)}
+    around = sorted((name for name in names if name.rpartition(":")[2]), key=len)
+    return [reference[position].module, *around[-1:]]
 
 
 def _nothing_watched(trial: Trial, outcome: Outcome) -> str:

@@ -164,6 +164,20 @@ def test_what_fails_is_kept_and_not_what_only_hands_float32_on_to_it(module, mod
         assert search.without == {(modules or operations)[0]: "mul"}
 
 
+def test_an_operation_of_the_module_around_takes_the_place_of_a_layer_in_front():
+    search = ShieldedSearch("block", cures=("module:block.first", "mul"))
+    search.modules = search.order = ("block.first", "block", "second")
+    see = search.look
+    search.look = lambda kept: replace(
+        see(kept),
+        readings=tuple(
+            replace(entry, module=f"block.{entry.module}" if entry.module == "first" else entry.module)
+            for entry in see(kept).readings
+        ),
+    )
+    assert at_fault(search, Kept(frozenset({"block.first"}))) == Kept(operations=frozenset({"mul"}))
+
+
 def test_a_module_that_only_hands_float32_on_is_said_to_do_so_where_nothing_else_cures():
     search = ShieldedSearch(cures=("module:first",))
     kept = Kept(frozenset({"first"}))
@@ -213,6 +227,13 @@ def test_of_a_block_no_more_is_kept_than_is_needed(planted, kept):
     assert (
         list(search.without.values()) == planted if planted != ["block.b"] else search.without["block.b"] == "block.b"
     )
+
+
+def test_a_block_stays_where_only_several_inside_do_without_it():
+    search = PlantedSearch(["block", "block.a", "block.b", "c"], ["block.a", "block.b"])
+    assert needed(search, search.order).modules == {"block"}
+    assert search.without == {"block": "block.a and block.b"}
+    assert search.runs <= most_runs(1, 4)
 
 
 @pytest.mark.parametrize("planted", [(), ("layer3",), ("layer3", "layer7")])
