@@ -437,6 +437,7 @@ class Search(abc.ABC, Generic[Run]):
         failures: By what was kept in float32, by what that run is too far off; empty where it agrees.
         without: By module or operation that is kept, by what a run is too far off that lacks only this.
         hands_on: By module that is kept for what fails behind it, in words where that is.
+        module_of: By operation that is kept, in which module it fails, where that is known.
     """
 
     framework: str
@@ -460,6 +461,7 @@ class Search(abc.ABC, Generic[Run]):
         self.failures: dict[Kept, str] = {}
         self.without: dict[str, str] = {}
         self.hands_on: dict[str, str] = {}
+        self.module_of: dict[str, str] = {}
         self._looks: dict[Kept | None, Seen] = {}
 
     @abc.abstractmethod
@@ -564,6 +566,12 @@ class Search(abc.ABC, Generic[Run]):
         parts = [measured, without and f"without it {without}", hands_on and f"it only hands float32 on to {hands_on}"]
         return "; ".join(filter(None, parts))
 
+    def reason_of_operation(self, operation: str) -> str:
+        """Return why an operation is kept: where it fails, and what happens without it."""
+        module = self.module_of.get(operation, "")
+        where = f"in module {module!r}" if module.rpartition(":")[2] else "outside of modules"
+        return self.reason(operation, f"fails in {self.dtype}, {where}")
+
     def policy(self, **fields: Any) -> TunedPolicy:
         """Return a policy with these fields, and those of the search."""
         return TunedPolicy(
@@ -640,6 +648,7 @@ def at_fault(search: Search[Any], kept: Kept) -> Kept:
         instead = _with_place(search, kept, name, place)
         if instead is not None and search.passes(instead):
             kept = each_needed(search, instead)
+            search.module_of[place.operation] = place.module
         elif not fault.cancels and fault.kind not in ("flush", "digits"):  # which the module may have rounded away
             search.hands_on[name] = f"what fails behind it, in the {Place.of(place)}"
     return kept
@@ -881,9 +890,8 @@ class _BatchSearch(Search[_Replay]):
         errors = (*worst_errors(self.errors, "backward"), *worst_errors(self.errors, "forward"))
         worst = {entry.module: entry for entry in errors}
         kinds = {name: self._reason(worst.get(name)) for name in self.order if name in kept.modules}
-        outside = f"fails in {self.dtype}, outside of modules"
         denied = [Choice(entry_of(name), self.reason(name, measured)) for name, measured in kinds.items()]
-        denied += [Choice(name, self.reason(name, outside)) for name in sorted(kept.operations)]
+        denied += [Choice(name, self.reason_of_operation(name)) for name in sorted(kept.operations)]
         reasons = {
             "dtype": f"loss and {self._within()} of float32's{self._simulated()}",
             "level": "casting by the framework's op lists; the parameters stay in float32",

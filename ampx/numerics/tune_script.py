@@ -425,9 +425,8 @@ class _ScriptSearch(Search[Outcome]):
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         patterns = filter(None, kept_in_float32(kept.modules, self.modules))
-        outside = f"fails in {self.dtype}, outside of modules"
         denied = [Choice(f"{MODULE}{pattern}", self._reason(pattern, kept.modules)) for pattern in patterns]
-        denied += [Choice(name, self.reason(name, outside)) for name in sorted(kept.operations)]
+        denied += [Choice(name, self.reason_of_operation(name)) for name in sorted(kept.operations)]
         reasons = {
             "dtype": f"{self._within()} of float32's{', simulated' if self.simulated else ''}",
             "loss_scale": f"gradients of these steps fit with {self.scale:g}"

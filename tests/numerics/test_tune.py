@@ -162,6 +162,8 @@ def test_what_fails_is_kept_and_not_what_only_hands_float32_on_to_it(module, mod
     assert search.hands_on == {}
     if module in ("", "norm"):
         assert search.without == {(modules or operations)[0]: "mul"}
+    if operations:
+        assert search.reason_of_operation("mul") == "fails in float16, outside of modules; without it mul"
 
 
 def test_an_operation_of_the_module_around_takes_the_place_of_a_layer_in_front():
@@ -176,6 +178,7 @@ def test_an_operation_of_the_module_around_takes_the_place_of_a_layer_in_front()
         ),
     )
     assert at_fault(search, Kept(frozenset({"block.first"}))) == Kept(operations=frozenset({"mul"}))
+    assert search.reason_of_operation("mul") == "fails in float16, in module 'block'; without it mul"
 
 
 def test_a_module_that_only_hands_float32_on_is_said_to_do_so_where_nothing_else_cures():
