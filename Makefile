@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Those that take longest first.
 FRAMEWORK ?= torch,tensorflow,jax,mxnet,core,paddle,example
 # Environments of `make test-all` alone.
-NIGHTLY ?= compiled-for-cuda,demo,docs-test,ecosystem,ecosystem-images,ecosystem-jax,trainers,watch
+NIGHTLY ?= compiled-for-cuda,demo,docs-test,ecosystem,ecosystem-images,ecosystem-jax,ecosystem-tensorflow,trainers,watch
 VERSIONS ?= jax-lowest,jax-newest,mxnet-lowest,mxnet-newest,paddle-lowest,paddle-newest,tensorflow-lowest,tensorflow-newest,torch-lowest,torch-newest
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2

@@ -30,6 +30,7 @@ _REMEMBERED = 64
 _ENTERED = object()  # stands in for a loss that was scaled already
 _MEMBER = attrgetter("ampx_member")
 _ENABLED = attrgetter("group.enabled")
+_SEES_BACKWARD = attrgetter("sees_backward")
 
 
 class Session(Protocol):
@@ -141,7 +142,7 @@ class ScaleLoss(Generic[LossT]):
                 scaled = _each(loss, lambda leaf: _mark(amp.scaled, amp.backend.scale(leaf, scale), held))
             else:
                 scaled = _mark(amp.scaled, amp.backend.scale(loss, scale), held)
-            if members and not members[0].sees_backward:
+            if not all(map(_SEES_BACKWARD, members)):
                 self._watch_backward(members, scaled)
             self._loss = _ENTERED  # the region must not keep the graph alive
             for optimizer, member in zip(optimizers, members, strict=True):

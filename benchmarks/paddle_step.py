@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -80,9 +81,17 @@ class _GpuTracer:
     _expected_place = types.SimpleNamespace(is_gpu_place=lambda: True)
 
 
-def _native_scaler() -> Any:
-    with mock.patch.object(grad_scaler, "_dygraph_tracer", _GpuTracer):
-        return paddle.amp.GradScaler(init_loss_scaling=2.0**16)
+@contextmanager
+def native_scaler() -> Iterator[Any]:
+    """Return a region in which Paddle's own scaler scales, on a CPU as well."""
+    # Paddle's scaler switches itself off unless the last auto_cast of the process was float16.
+    before, amp_global_state().amp_dtype = amp_global_state().amp_dtype, "float16"
+    try:
+        with mock.patch.object(grad_scaler, "_dygraph_tracer", _GpuTracer):
+            scaler = paddle.amp.GradScaler(init_loss_scaling=2.0**16)
+        yield scaler
+    finally:
+        amp_global_state().amp_dtype = before
 
 
 def batch_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -123,32 +132,25 @@ def measure(workload: str, against: str, quick: bool) -> dict[str, object]:
 
     ours, theirs = built(), built()
     opt, raw, loss_of = amp.wrap_optimizer(optimizer(ours)), optimizer(theirs), nn.CrossEntropyLoss()
-    # Paddle's scaler switches itself off unless the last auto_cast of the process was float16.
-    before, amp_global_state().amp_dtype = amp_global_state().amp_dtype, "float16"
-    scaler = _native_scaler() if against == "GradScaler" else None
-
     through_ampx = scaled_step(ours, opt, x, y)
+    with native_scaler() if against == "GradScaler" else nullcontext() as scaler, amp:
 
-    def native() -> Any:
-        loss = loss_of(theirs(x), y)
-        if scaler is None:
-            loss.backward()
-            raw.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(raw)
-            scaler.update()
-        raw.clear_grad()
-        return loss
+        def native() -> Any:
+            loss = loss_of(theirs(x), y)
+            if scaler is None:
+                loss.backward()
+                raw.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(raw)
+                scaler.update()
+            raw.clear_grad()
+            return loss
 
-    try:
         mine, other = [through_ampx().item() for _ in range(3)], [native().item() for _ in range(3)]
         assert mine == other, (mine, other)  # bit for bit: the scale is a power of two
         assert scaler is None or scaler._scale.item() == opt.loss_scale == 2.0**16
         ratio = paired(through_ampx, native, pairs=max(pairs // (8 if quick else 1), 8), repeat=repeat, warmup=3)
-    finally:
-        amp_global_state().amp_dtype = before
-        amp.shutdown()
     return {"against": against, "workload": workload, "dtype": "float32", **ratio.to_json()}
 
 

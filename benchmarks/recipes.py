@@ -51,10 +51,10 @@ def by_ampx(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimiz
         return loss
 
     def close() -> None:
-        _casting(True)
+        set_casting(True)
         amp.shutdown()
 
-    return Recipe(step, lambda: _casting(True), close=close)
+    return Recipe(step, lambda: set_casting(True), close=close)
 
 
 def by_hand(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: str, scaled: bool) -> Recipe:
@@ -74,7 +74,7 @@ def by_hand(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimiz
         scaler.update()
         return loss
 
-    return Recipe(step, lambda: _casting(False))
+    return Recipe(step, lambda: set_casting(False))
 
 
 def by_accelerate(
@@ -90,7 +90,7 @@ def by_accelerate(
     casting = prepared.forward  # it replaces the model's own
 
     def before() -> None:
-        _casting(False)
+        set_casting(False)
         model.forward = casting
 
     def after() -> None:
@@ -129,7 +129,7 @@ def by_fabric(
         wrapped_optimizer.step()
         return loss
 
-    return Recipe(step, lambda: _casting(False))
+    return Recipe(step, lambda: set_casting(False))
 
 
 def _no_scaling(name: str, dtype: str, scaled: bool) -> None:
@@ -137,7 +137,7 @@ def _no_scaling(name: str, dtype: str, scaled: bool) -> None:
         raise ValueError(f"{name} on a CPU trains in bfloat16 without loss scaling only; asked for {dtype}, {scaled=}")
 
 
-def _casting(on: bool) -> None:
+def set_casting(on: bool) -> None:
     # ampx casts process-wide; the others within their own autocast, which must not find it switched on already.
     torch.set_autocast_enabled("cpu", on)
     torch.set_autocast_cache_enabled(not on)

@@ -120,6 +120,13 @@ _METER: tuple[Column, ...] = (
     ("middle half", lambda row: f"{_share(row, 'ratio_low')} to {_share(row, 'ratio_high')}"),
 )
 
+_PARTS: tuple[Column, ...] = (
+    ("part", _text("part")),
+    ("ampx", lambda row: f"{row['seconds_a'] * 1e6:.0f} µs"),
+    ("GradScaler", lambda row: f"{row['seconds_b'] * 1e6:.0f} µs"),
+    ("more", lambda row: f"{(row['seconds_a'] - row['seconds_b']) * 1e6:.0f} µs"),
+)
+
 _TUNED: tuple[Column, ...] = (
     _WORKLOAD,
     ("tuned", _text("tuned")),
@@ -159,6 +166,8 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
     "paddle_step": ("one training step in PaddlePaddle: ampx against other recipes", 3, _STEP),
     "tensorflow_step": ("one training step in TensorFlow and Keras: ampx against other recipes", 3, _STEP),
     "mxnet_step": ("one training step in MXNet: ampx against other recipes", 3, _STEP),
+    "step_parts_torch": ("where the time of the small perceptron's step goes in PyTorch", 1, _PARTS),
+    "step_parts_paddle": ("where the time of the smallest step goes in PaddlePaddle", 1, _PARTS),
     "run_speed": (
         "one training step of an unedited script: ampx run against the same loop edited by hand",
         2,

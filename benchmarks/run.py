@@ -32,6 +32,7 @@ PARTS = {
     "torch": (
         "optimizer_phase",
         "whole_step",
+        "step_parts_torch",
         "keras_on_torch",
         "run_speed",
         "dtype_speed",
@@ -43,7 +44,7 @@ PARTS = {
         "debuggers_torch",
     ),
     "jax": ("jax_step", "tuned_jax", "meter_cost_jax", "debuggers_jax"),
-    "paddle": ("paddle_step", "meter_cost_paddle", "debuggers_paddle"),
+    "paddle": ("paddle_step", "step_parts_paddle", "meter_cost_paddle", "debuggers_paddle"),
     "tensorflow": ("tensorflow_step", "tuned_tensorflow", "meter_cost_tensorflow", "debuggers_tensorflow"),
     "mxnet": ("mxnet_step", "tuned_mxnet", "meter_cost_mxnet"),
 }

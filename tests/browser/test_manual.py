@@ -115,8 +115,9 @@ def test_no_page_asks_another_site(pages, site):
 def narrow_pages(window, pages):
     """Return every page of the manual as it is on a phone."""
     window.resize(390)
-    yield {address: window.open(address) for address in pages}
-    window.resize(1280)
+    seen = {address: window.open(address) for address in pages}
+    window.resize(1280)  # for who comes after
+    return seen
 
 
 @pytest.mark.parametrize(("of", "width"), [("pages", 1280), ("narrow_pages", 390)])
