@@ -579,7 +579,7 @@ def test_gradients_of_the_loss_itself_are_refused(amp, mode, former):
 def test_gradients_of_a_body_for_two_optimizers_are_seen_though_one_was_trained_alone_before(amp):
     """A later body that raises before it differentiates says nothing of gradients that came before it."""
     first, second = tf.Variable([8.0]), tf.Variable([4.0])
-    one, other = amp.wrap_optimizer([keras.optimizers.SGD(1.0), keras.optimizers.SGD(1.0)])
+    single, other = amp.wrap_optimizer([keras.optimizers.SGD(1.0), keras.optimizers.SGD(1.0)])
 
     def differentiate(opts, variables, raises=False):
         with tf.GradientTape() as tape:
@@ -589,8 +589,8 @@ def test_gradients_of_a_body_for_two_optimizers_are_seen_though_one_was_trained_
                 raise KeyError("a batch that is missing")
             return scaled.gradient(tape, variables)
 
-    one.apply_gradients(zip(differentiate(one, [first]), [first], strict=True))
-    _, gradient = differentiate([one, other], [first, second])
+    single.apply_gradients(zip(differentiate(single, [first]), [first], strict=True))
+    _, gradient = differentiate([single, other], [first, second])
     with pytest.raises(KeyError):
         differentiate(other, [second], raises=True)
     other.apply_gradients([(gradient, second)])
