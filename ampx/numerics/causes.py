@@ -449,11 +449,13 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
     kind: Kind
     if place.value.nonfinite:
         kind, why = _cause(Case(place, other, dtype, low.readings, healthy=exact))
-    elif flushes(place.value, before):
+    elif flushes(place.value, before) and not _cancels(place, other):
         kind = "flush"
+        form = FORMATS[dtype]
+        holds_none = f", whose smallest number is {form.smallest:.2g}" if before.smallest <= form.flushes_to else ""
         why = (
-            f"{place.value.zeros} of {place.value.elements} elements are zero in {dtype}, whose smallest number is "
-            f"{FORMATS[dtype].smallest:.2g}; in float32 they are up to {before.largest:.4g}"
+            f"{place.value.zeros} of {place.value.elements} elements are zero in {dtype}{holds_none}; in float32 they "
+            f"are up to {before.largest:.4g}"
         )
     else:
         kind = "digits"
@@ -463,6 +465,15 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
         )
     why = f"in the {Place.of(place)}, {why}; the loss stays finite, {percent(error)} from float32's"
     return Fault(kind, why, low.readings, position, stays_finite=True)
+
+
+def _cancels(place: Reading, exact: Reading | None) -> bool:
+    """Return whether a value is zero because its terms were equal: no sum of two numbers is too small for their dtype.
+
+    A sum is a multiple of the last digit of its smaller term. Terms that were zero before have been flushed.
+    """
+    flushed = exact is not None and flushes(place.inputs, exact.inputs)
+    return normalised(place.operation) in _DIFFERENCES and not flushed
 
 
 # -- float32 fails, too ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from ampx.formats import FORMATS
 from ampx.modules import outer_name
 
 from .batch import Refusal, Seen
@@ -38,12 +39,16 @@ class Change:
         operations: Names of operations that are kept in float32, wherever they run.
         scale: The loss scale; None for that of the batch.
         dtype: Another dtype; None for the same.
+        rounded: Name of the only module that, with all inside it, takes and returns `bits` bits; "" for none.
+        bits: Of the significands.
     """
 
     float32: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
     scale: float | None = None
     dtype: str | None = None
+    rounded: str = ""
+    bits: int = 0
 
     def __str__(self) -> str:
         """Name the change."""
@@ -52,6 +57,7 @@ class Change:
         words = [f"with module{'s' if len(self.float32) > 1 else ''} {names} in float32"] if names else []
         words += [f"with operation {name!r} in float32" for name in self.operations]
         words += [] if self.dtype is None else [f"in {self.dtype}"]
+        words += [f"with what module {self.rounded!r} takes and returns in {self.bits} bits"] if self.rounded else []
         words += [] if self.scale is None else [f"at a loss scale of {self.scale:g}"]
         return ", ".join(words)
 
@@ -110,7 +116,6 @@ class Search:
         """
         self.experiments: list[Experiment] = []
         self.producer = ""  # the module that lost what is missed at the place, where that is another
-        self._fails_alone = False  # with the module of the place in float32 the loss is as wrong
         self._fault, self._dtype, self._again, self._scale = fault, dtype, again, scale
         self._reference = reference
 
@@ -134,7 +139,6 @@ class Search:
                 break
             kept = (*kept, module)
             seen = self._attempt(kept)
-            self._fails_alone |= kept == (self._place.module,) and not self.experiments[-1].error <= WRONG
             if self.experiments[-1].cures:
                 kept, seen = self._needed(kept, seen)
                 self.producer = self._producer(kept, seen)
@@ -176,31 +180,37 @@ class Search:
         return kept, seen
 
     def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> str:
-        """Return the module that lost what is missed at the place; "" where that is the module of the place itself.
+        """Return the module that lost what is missed at the place; "" where that is lost at the place itself.
 
-        It is another one if float32 in the place's own module was seen to mend nothing, and what runs between the two
-        computes in the low precision as before; or, where no module of that name can be tried, if what was wrong there
-        is right now, computed in the low precision as before.
+        It is another one if what was wrong there is right now, computed in the low precision as before. Or if the batch
+        is wrong in float32, too, once only that module rounds to the dtype's digits: no float32 behind it helps.
+
+        Args:
+            kept: Modules that cure the batch.
+            seen: The batch with these in float32.
         """
-        place, readings = self._place, self._fault.readings[: self._fault.position]
         loses = self._fault.cancels or self._fault.kind in LOSES_DIGITS
-        if not loses or _is_part(place.module, kept):
+        before = self._fault.readings[: self._fault.position]
+        outputs = [entry.module for entry in before if entry.direction == "forward" and not entry.operation]
+        ends = [module for module in outputs if module in kept]
+        if not loses or not ends or _is_part(self._place.module, kept):
             return ""
-        outputs = [at for at, entry in enumerate(readings) if entry.direction == "forward" and not entry.operation]
-        ends = [at for at in outputs if readings[at].module in kept]
-        if not ends or seen is None:
-            return ""
-        fails_alone = self._fails_alone and not _is_widened(readings[ends[-1] :], seen, (*kept, place.module))
-        mends = not place.module and self._mends_low(kept, seen)
-        return readings[ends[-1]].module if fails_alone or mends else ""
+        producer = ends[-1]
+        return producer if self._mends_low(kept, seen) or self._fails_rounded(producer) else ""
 
-    def _mends_low(self, kept: tuple[str, ...], seen: Seen) -> bool:
+    def _fails_rounded(self, module: str) -> bool:
+        """Return whether the batch is wrong in float32, too, where only a module rounds."""
+        change = Change(scale=1.0, dtype="float32", rounded=module, bits=FORMATS[self._dtype].bits)
+        seen = self._again(change, self._modules())
+        return isinstance(seen, Seen) and not self._agrees(seen)
+
+    def _mends_low(self, kept: tuple[str, ...], seen: Seen | None) -> bool:
         """Return whether the first value that was wrong is right now, though it is computed in the low precision.
 
         What only moves numbers computes none.
         """
         exact = {key_of(entry): entry for entry in self._reference().readings}
-        now = {key_of(entry): entry for entry in seen.readings}
+        now = {} if seen is None else {key_of(entry): entry for entry in seen.readings}
         for entry in self._fault.readings[self._fault.position :]:
             key = key_of(entry)
             mended = now.get(key)
@@ -210,6 +220,9 @@ class Search:
             if is_low(mended) or family(entry.operation) != "mask":
                 return is_low(mended) and error_of(mended, exact.get(key)) <= WRONG
         return False
+
+    def _modules(self) -> list[str]:
+        return [entry.module for entry in self._reference().readings]
 
     def _attempt(self, kept: tuple[str, ...]) -> Seen | None:
         """Run the batch with modules in float32; where the loss is right and gradients overflow, at a scale of 1."""
@@ -224,7 +237,7 @@ class Search:
 
     def _run(self, change: Change) -> Seen | None:
         """Run the batch with a change, and note what came out."""
-        seen = self._again(change, [entry.module for entry in self._reference().readings])
+        seen = self._again(change, self._modules())
         if isinstance(seen, Refusal) and change.operations:
             return None
         if isinstance(seen, Refusal):
@@ -237,11 +250,14 @@ class Search:
         """Return what came out of a change."""
         reference, loss = self._reference(), seen.replayed.loss
         error = relative_error(np.array([loss]), np.array([reference.replayed.loss]))
-        agrees = seen.finite and loss_error(seen, reference) <= WRONG
-        agrees = agrees and (not self._fault.stays_finite or self._failing(seen) is None)
         flushes = self._of_gradients and lost_gradients(seen, reference)
-        cures = agrees and not flushes and not seen.fails_later
+        cures = self._agrees(seen) and not flushes and not seen.fails_later
         return Experiment(str(change), loss, error, seen.finite, cures, fails_later=seen.fails_later)
+
+    def _agrees(self, seen: Seen) -> bool:
+        """Return whether the loss, and where only values were wrong these, agree with float32's."""
+        agrees = seen.finite and loss_error(seen, self._reference()) <= WRONG
+        return agrees and (not self._fault.stays_finite or self._failing(seen) is None)
 
     @property
     def _of_gradients(self) -> bool:
@@ -256,19 +272,6 @@ class Search:
             return first_failing(seen.readings, exact)
         wrong = first_wrong(seen.readings, exact, self._dtype, loss_error(seen, reference) > WRONG)
         return first_flushed(seen, exact) if wrong is None and self._of_gradients else wrong
-
-
-def _is_widened(readings: Sequence[Reading], seen: Seen, apart: Sequence[str]) -> bool:
-    """Return whether something computed in low precision computes in a wider one now, apart from some modules.
-
-    What is around one of these returns what it returned.
-    """
-    now = {key_of(entry): entry for entry in seen.readings}
-    for entry in readings:
-        related = _is_part(entry.module, apart) or any(_is_part(name, (entry.module,)) for name in apart)
-        if entry.module and not related and is_low(entry) and not is_low(now.get(key_of(entry), entry)):
-            return True
-    return False
 
 
 def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ampx.backend import MODULE, prepare_line
 from ampx.errors import AmpxError
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, digits_of
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
@@ -397,6 +397,8 @@ def diagnose(
         try:
             changed = batch.casting(change.dtype or chosen, level, allow, (*deny, *change.operations))
             forced = {**changed.forced, **kept_in_float32(change.float32, modules)}
+            if change.rounded:
+                forced |= dict.fromkeys(kept_in_float32((change.rounded,), modules), digits_of(change.bits))
             return batch.run(replace(changed, forced=forced), scale if change.scale is None else change.scale, watching)
         except Exception as error:  # of the framework, which does not refuse float32
             return Refusal(in_one_line(error), batch.read_before_error)

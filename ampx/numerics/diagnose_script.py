@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.errors import TrialError
+from ampx.formats import digits_of
 from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import Refusal, Seen, plain
 from .causes import Growth, loss_error
-from .compare import module_errors, unscaled
+from .compare import bound, module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
 from .meter import LOST
-from .places import Place, cast_by_hand, key_of, of_the_step, outermost
+from .places import WRONG, Place, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
 from .tolerance import percent
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
@@ -54,7 +55,7 @@ def diagnose_script(
         settings: As for `ampx run`.
         framework: The only framework to automate.
         at: The step to look at; by default the first with a loss that is not finite, in which the scale collapses, or
-            that raises; else the last that was skipped, where half of all were.
+            that raises; else the first of the last that were skipped in a row, where half of all were.
         steps: How many steps to wait for that; by default all that the script makes.
         seed: What random numbers start from.
         run: Runs a trial.
@@ -77,19 +78,67 @@ def diagnose_script(
         elif first.raised is not None:
             step, what = first.steps + 1, "exception"
         elif 2 * len(first.skipped) >= first.steps:  # which trains nothing, though no loss fails
-            step, what = first.skipped[-1], "skipped"
+            return _look_at_skipped(trial, first, notes, run, progress)
+        elif first.dtype == "float32" or not first.watches:
+            return None, _report(trial, first, notes)
         else:
-            step, what = max(set(range(1, min(first.steps, _HEALTHY) + 1)) - set(first.skipped), default=None), ""
-            if step is None or first.dtype == "float32" or not first.watches:
-                return None, _report(trial, first, notes)
+            return _look_where_losses_part(trial, first, notes, run, progress)
     assert step is not None
+    return _look_at(trial, step, what, first, notes, run, progress)
+
+
+def _look_at_skipped(
+    trial: Trial, first: Outcome, notes: list[str], run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
+) -> tuple[Diagnosis | None, dict[str, Any]]:
+    """Look at the first of the last skipped steps in a row; or at the last, if only the loss scale is why that was.
+
+    See `_look_at` for the arguments.
+    """
+    last = first.skipped[-1]
+    begins = next(step for step in range(last, 0, -1) if step - 1 not in first.skipped)
+    diagnosis, report = _look_at(trial, begins, "skipped", first, [*notes], run, progress)
+    only_scaled = diagnosis is not None and diagnosis.kind == "loss scale" and begins != last
+    return _look_at(trial, last, "skipped", first, notes, run, progress) if only_scaled else (diagnosis, report)
+
+
+def _look_where_losses_part(
+    trial: Trial, first: Outcome, notes: list[str], run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
+) -> tuple[Diagnosis | None, dict[str, Any]]:
+    """Look at the first step whose loss is wrong; or else at the early one that parts most from float32's, or the last.
+
+    See `_look_at` for the arguments.
+    """
     try:
-        return _look_at(trial, step, what, first, notes, run, progress)
+        off: dict[int, float] = {}
+        if any(loss is not None for loss in first.losses):
+            progress(f"{trial.program.name}: {first.steps} steps in float32, whose losses are compared …")
+            settings = replace(trial.settings, dtype="float32")
+            exact = run(replace(trial, settings=settings, steps=first.steps, stop_at_fault=False))
+            off = _losses_off(exact, first)
+        early = set(range(1, min(first.steps, _HEALTHY) + 1)) - set(first.skipped)
+        parts = {step: error for step, error in off.items() if error > bound(first.dtype, 0)}
+        furthest = max(early, key=lambda step: (parts.get(step, 0.0), step), default=None)
+        step = next((step for step, error in parts.items() if error > WRONG), furthest)
+        if step is None:
+            return None, _report(trial, first, notes)
+        return _look_at(trial, step, "", first, notes, run, progress, off)
     except TrialError as error:
-        if what or first is None:
-            raise
         notes.append(f"What may do harm elsewhere was not looked for: {error}")
         return None, _report(trial, first, notes)
+
+
+def _losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
+    """Return by step how far its loss is from float32's, as `loss_error` has it.
+
+    Behind the first skipped step that is not known: float32 has made it.
+    """
+    off, largest = {}, 0.0
+    pairs = zip(reference.losses, low.losses[: min(low.skipped, default=None)], strict=False)
+    for step, (exact, loss) in enumerate(pairs, 1):
+        if exact is not None and loss is not None and math.isfinite(exact) and math.isfinite(loss):
+            largest = max(largest, abs(exact))
+            off[step] = abs(loss - exact) / largest if largest else 0.0
+    return off
 
 
 def _look_at(
@@ -100,6 +149,7 @@ def _look_at(
     notes: list[str],
     run: Callable[[Trial], Outcome],
     progress: Callable[[str], Any],
+    off: Mapping[int, float] | None = None,
 ) -> tuple[Diagnosis | None, dict[str, Any]]:
     """Look at a step: see `diagnose_script`.
 
@@ -111,6 +161,7 @@ def _look_at(
         notes: What is to be said besides, to which this adds.
         run: Runs a trial.
         progress: Is called with what is done now.
+        off: By step, how far its loss is from float32's, as far as that is known.
     """
     runs = Runs(trial, step, run, progress)
     low = runs.run("watched")
@@ -122,7 +173,7 @@ def _look_at(
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     notes += lost_updates(low)
     agreement = _agreement(low_step, exact_step, low.dtype, low.scale_at(step))
-    look = _Look(step, what, low, exact_step.readings, diagnosis, agreement)
+    look = _Look(step, what, low, exact_step.readings, diagnosis, agreement, off or {})
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
 
 
@@ -221,6 +272,8 @@ class Runs:
     def changed(self, change: Change, modules: Sequence[str]) -> Seen | Refusal:
         """Run the step with a change; `modules` are the names of all."""
         forced = _in_every_model(change.float32, modules)
+        if change.rounded:
+            forced |= dict.fromkeys(_in_every_model((change.rounded,), modules), digits_of(change.bits))
         trial = {"forced": forced, "watched": (self._step,), "steps": self._step + _LATER}
         settings: dict[str, Any] = {"loss_scale": change.scale, "dtype": change.dtype}
         if change.operations:
@@ -390,7 +443,7 @@ def _finite_outputs(readings: Sequence[Reading]) -> dict[str, float | None]:
 def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -> str:
     """Return how far the outputs of modules agree with float32's."""
     readings = unscaled(low.readings, scale) if isinstance(low, Seen) else ()
-    errors = (entry for entry in module_errors(reference.readings, readings, dtype) if entry.direction == "forward")
+    errors = [entry for entry in module_errors(reference.readings, readings, dtype) if entry.direction == "forward"]
     apart = next((entry for entry in errors if entry.parts), None)
     by_hand = cast_by_hand(reference.readings)
     if apart is None and by_hand is not None:
@@ -399,8 +452,11 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
             f"{Place.of(by_hand)} on, was not compared"
         )
     if apart is None:
-        off = loss_error(low, reference) if isinstance(low, Seen) else math.nan
-        return f"every module agrees, and the loss is {percent(off)} from float32's"
+        off, explained = loss_error(low, reference) if isinstance(low, Seen) else math.nan, bound(dtype, len(errors))
+        loss = f"the loss is {percent(off)} from float32's"
+        if off > explained:
+            return f"outputs of modules agree, and {loss}, where rounding explains {percent(explained)}"
+        return f"every module agrees, and {loss}"
     module = f"module {apart.module!r}" if apart.module else "the model"
     if math.isinf(apart.error):
         return f"outputs of {module} are not finite"
@@ -447,6 +503,7 @@ class _Look:
         exact: What was read of it in float32.
         diagnosis: Of it.
         agreement: How far modules agree with float32 there.
+        off: By step, how far its loss is from float32's, as far as that is known.
     """
 
     step: int
@@ -455,6 +512,7 @@ class _Look:
     exact: Sequence[Reading]
     diagnosis: Diagnosis
     agreement: str
+    off: Mapping[int, float]
 
     @property
     def fails(self) -> bool:
@@ -466,8 +524,17 @@ class _Look:
         if self.fails:
             return f"Step {self.step}: {self.diagnosis.kind}: {self.diagnosis.why}"
         dangers = "some risks, which did no harm" if self.diagnosis.risks else "no risks"
-        compared = f"Step {self.step} was compared with float32: {self.agreement}, and there are {dangers}."
-        return f"{_nothing_failed(seen)} {compared}"
+        compared = f"was compared with float32: {self.agreement}, and there are {dangers}."
+        error = self.off.get(self.step, 0.0)
+        if error > WRONG:
+            loss = f"The loss of step {self.step} of {seen.steps} in {seen.dtype} is {percent(error)} from float32's"
+            return f"{loss}, and it is not known why: that step {compared}"
+        return f"{_nothing_failed(seen)}{self._within()} Step {self.step} {compared}"
+
+    def _within(self) -> str:
+        if not self.off:
+            return ""
+        return f" To step {max(self.off)} losses are within {percent(max(self.off.values()))} of float32's."
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types."""

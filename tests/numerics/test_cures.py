@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from ampx.formats import to_digits
 from ampx.numerics.batch import Refusal, Seen
 from ampx.numerics.cures import Change
 from ampx.numerics.diagnose import examined
@@ -39,7 +41,7 @@ class Chain:
     promotes: tuple[str, ...] = ()
     accumulates: tuple[str, ...] = ()
 
-    def run(self, dtype="float32", scale=1.0, float32=(), operations=()):
+    def run(self, dtype="float32", scale=1.0, float32=(), operations=(), rounded="", bits=0):
         """Compute the loss, the gradients, and what is read on the way."""
         value, readings, calls, of_value = np.asarray(self.data, np.float32), [], {}, dtype
 
@@ -52,7 +54,8 @@ class Chain:
 
         with np.errstate(all="ignore"):
             for module, steps in itertools.groupby(self.steps, key=lambda step: step[0]):
-                received = value
+                cut = functools.partial(to_digits, bits=bits) if rounded and module == rounded else np.asarray
+                received = value = cut(value)
                 for _, operation, compute in steps:
                     kept = any(module == name or module.startswith(f"{name}.") for name in float32)
                     at = "float32" if kept or operation in operations else dtype
@@ -60,6 +63,7 @@ class Chain:
                     before = value if operation in self.accumulates else round_to(value, at)
                     value, of_value = round_to(compute(before), at), at
                     read(module, operation, before, at)
+                value = cut(value)
                 if module:
                     read(module, "", received, at)
             slope = round_to(round_to(np.asarray(self.slope) * scale * self.inner, dtype) / self.inner, dtype)
@@ -78,6 +82,8 @@ class Chain:
                 scale if change.scale is None else change.scale,
                 change.float32,
                 change.operations,
+                change.rounded,
+                change.bits,
             )
 
         return run
@@ -126,11 +132,11 @@ def test_the_modules_that_are_advised_are_a_smallest_set_that_cures(chain, size)
     assert "deny=" in diagnosis.advice
 
 
-@pytest.mark.parametrize("module", ["b", ""])
-def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_is_missed(module):
+@pytest.mark.parametrize(("module", "computes"), [("b", "promotes"), ("", "accumulates"), ("", "promotes")])
+def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_is_missed(module, computes):
     """What `a` rounds away is all that is left of a difference, which float32 there does not bring back."""
     steps = [("a", "add", lambda x: x + 2048), (module, "sub", lambda x: x - 2048)]
-    chain = Chain(steps, [0.3, 0.6, 0.7], **{"promotes" if module else "accumulates": ("sub",)})
+    chain = Chain(steps, [0.3, 0.6, 0.7], **{computes: ("sub",)})
     exact = chain.run().replayed.loss
     assert chain.run("float16", float32=("b",)).replayed.loss != pytest.approx(exact, rel=0.1)
     assert chain.smallest_cures() == [("a",)]
@@ -138,6 +144,15 @@ def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_
     assert diagnosis.deny == ("module:a",)
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "a")
     assert "in the forward pass, module 'a', float16 loses what is needed later: in the" in diagnosis.why
+
+
+def test_a_module_is_not_blamed_whose_float32_only_widens_what_is_computed_of_its_output():
+    """`a` in float32 cures, for what is added and subtracted behind it is in float32, too; rounded, its output does."""
+    steps = [("a", "relu", np.abs), ("", "add", lambda x: x + 2048), ("", "sub", lambda x: x - 2048)]
+    chain = Chain(steps, [0.3, 0.6, 0.7], promotes=("add", "sub"))
+    diagnosis, _ = chain.examine()
+    assert diagnosis.deny == ("module:a",)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "")
 
 
 def test_an_operation_outside_of_modules_is_kept_in_float32_where_the_backend_takes_its_name():

@@ -269,11 +269,33 @@ def test_values_that_flush_to_zero_and_digits_that_cancel_are_named_though_the_l
     flushed = diagnosed(low, exact, "float16")
     assert (flushed.kind, flushed.first_nonfinite.operation) == ("flush", "mul")
     assert "2 of 2 elements are zero in float16" in flushed.why
+    assert "whose smallest number is 6e-08" in flushed.why
+    large = seen(sampled("norm", module, module, "float32"), sampled("", module, module, "float32"))
+    low = seen(sampled("norm", module, 0 * module), sampled("", module, 0 * module))
+    assert "smallest number" not in diagnosed(low, large, "float16").why  # float16 holds 1 and 2
     low = seen(sampled("sub", [4096.0], [1.0, 3.0]), sampled("", [1.0], 1.5 * module))
     exact = seen(sampled("sub", [4096.0], [1.0, 2.0], "float32"), sampled("", [1.0], module, "float32"))
     cancelled = diagnosed(low, exact, "float16")
     assert (cancelled.kind, cancelled.first_nonfinite.operation) == ("digits", "sub")
     assert "off by 0.45 of its norm" in cancelled.why
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind"),
+    [
+        ([100.0, 100.0, 100.0, 100.0], "digits"),  # float16 has steps of 0.06 there
+        ([0.0, 0.0, 1.0, 0.0], "flush"),  # the terms were
+    ],
+)
+def test_a_difference_of_equal_numbers_is_not_flushed(inputs, kind):
+    """What float16 cannot hold of `100.01 - 100` is in 100.01: a difference is exact where it is small."""
+    exact = np.array([0.01, 0.02], np.float32)
+    terms = [100.01, 100.02, 100.0, 100.0] if kind == "digits" else [1e-9, 2e-9, 1.0, 3e-9]
+    reference = seen(sampled("sub", terms, exact, "float32"), sampled("", terms, exact, "float32"))
+    low = seen(sampled("sub", inputs, 0 * exact), sampled("", inputs, 0 * exact))
+    diagnosis = diagnosed(low, reference, "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == (kind, "sub")
+    assert ("elements are zero" in diagnosis.why) == (kind == "flush")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import ampx
@@ -274,3 +275,54 @@ def test_a_run_that_skips_half_of_its_steps_names_it_too(toy_script, first, skip
     assert [f"in {skipped} of 6 steps, which were skipped; whether float16 is why" in line for line in lines] == (
         [True] if skipped == 3 else []
     )
+
+
+def trains(low, exact, skipped=(), output=1.0):
+    """Stand for a script with such losses in float16 and in float32, whose module returns that much, whatever it is."""
+
+    def run(trial):
+        dtype = trial.settings.dtype
+        losses = exact if dtype == "float32" else low
+        optimizer = {"skipped": [] if dtype == "float32" else [*skipped], "scales": [], "initial_scale": 1.0}
+        facts = {"framework": "toy", "device": "cpu", "level": "O1", "dtype": dtype, "steps": len(losses)}
+        value, sample = Stats(1, largest=output, smallest=output), np.float32([output])
+        readings = (Reading("", "Net", "", "forward", 0, dtype, value, value, sample),)
+        facts |= {"reason": "", "optimizers": [optimizer], "notes": [], "meters": []}
+        return Outcome(facts, losses, readings=dict.fromkeys(range(1, 99), readings), watches=True)
+
+    return diagnose_script(Program("train.py"), RunSettings("float16"), run=run)
+
+
+@pytest.mark.parametrize(
+    ("low", "exact", "skipped", "step"),
+    [
+        ((1.0, 0.9, 0.81), (1.0, 0.9, 0.8), (), 3),
+        ((1.0, 0.8, 0.79), (1.0, 0.9, 0.8), (), 2),  # parts most
+        ((1.0, 0.9, 0.3, 0.1), (1.0, 0.9, 0.8, 0.7), (), 3),  # the first that is wrong, which a later one is more
+        ((*[1.0] * 30, 2.0), (*[1.0] * 31,), (), 31),  # however late
+        ((1.0, 1.0, 1.0, 1.0), (1.0, 0.5, 0.2, 0.1), (1,), 4),  # float32 is one step ahead
+        ((2.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1,), 1),  # but not yet in the step that was skipped
+    ],
+)
+def test_the_step_that_is_looked_at_is_the_first_whose_loss_is_wrong_or_the_one_that_parts_most(
+    low, exact, skipped, step
+):
+    _, result = trains(low, exact, skipped)
+    assert result["looked_at"] == step
+
+
+def test_nothing_failed_is_not_said_of_losses_that_part_from_those_of_float32():
+    _, result = trains((2.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    assert "Nothing failed" not in result["verdict"]
+    assert "every module agrees" not in result["verdict"]
+    assert result["verdict"].startswith(
+        "The loss of step 1 of 3 in float16 is 100 % from float32's, and it is not known"
+    )
+    _, result = trains((1.05, 1.0, 1.0), (1.0, 1.0, 1.0))
+    assert "To step 3 losses are within 5 % of float32's." in result["verdict"]
+    assert "outputs of modules agree, and the loss is 5 % from float32's, where rounding explains " in result["verdict"]
+
+
+def test_of_skipped_steps_the_first_in_the_last_row_is_looked_at_where_no_loss_scale_is_why():
+    diagnosis, result = trains((1.0,) * 6, (1.0,) * 6, skipped=(1, 4, 5, 6))
+    assert (result["step"], result["fault"], diagnosis.kind) == (4, "skipped", "overflow")
