@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from ampx.backend import Array
 from ampx.formats import FORMATS, digits_of
 
 from .compare import MARGIN, ModuleError, bound
@@ -82,9 +83,30 @@ class Tolerance:
                 return f"{what} off by {percent(error)}, tolerance {percent(tolerance)}"
         return ""
 
+    def smallest_scale(self, dtype: str, reference: Iterable[Reading]) -> float:
+        """Return the smallest loss scale, a power of two, at which what a dtype flushes is far less than this.
+
+        Args:
+            dtype: A name of `FORMATS`.
+            reference: A step in float32, watched, with samples.
+        """
+        allowed = (
+            self.values.get((entry.module, entry.direction, entry.call), self.gradients) * _size(entry.sample)
+            for entry in with_joined_gradients(reference)
+            if entry.direction == "backward" and entry.sample is not None
+        )
+        least = min((error for error in allowed if error > 0), default=math.inf)
+        needed = MARGIN * FORMATS[dtype].flushes_to / least
+        return 2.0 ** math.ceil(math.log2(max(1.0, needed)))
+
     def _worst(self, errors: Iterable[ModuleError]) -> list[ModuleError]:
         """Return the value that is too far off by the largest factor; nothing of no values."""
         return sorted(errors, key=lambda entry: entry.error / self.of(entry))[-1:]
+
+
+def _size(sample: Array) -> float:
+    """Return the root of the mean square."""
+    return float(np.sqrt(np.mean(np.square(sample, dtype=np.float64)))) if sample.size else 0.0
 
 
 def _named(error: ModuleError) -> str:

@@ -159,7 +159,9 @@ def in_float32(reason: str, agrees: bool = True, speed: float | None = None) -> 
     }
 
 
-def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> frozenset[str] | None:
+def minimal(
+    names: Sequence[str], passes: Callable[[frozenset[str]], bool], most: int | None = None
+) -> frozenset[str] | None:
     """Return a smallest set of names that passes, with few calls of `passes`.
 
     It is exact where every superset of a set that passes does so, too. Elsewhere it is a set that passes. Of `n` names
@@ -171,9 +173,10 @@ def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> f
     Args:
         names: All names, the likeliest first.
         passes: Returns whether a set is enough.
+        most: How many names are of use; None for any number.
 
     Returns:
-        The names; None where not even all together pass.
+        The names; None where not even all together pass, or only more than are of use.
     """
     needed: frozenset[str] = frozenset()
     if passes(needed):
@@ -197,6 +200,8 @@ def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> f
         candidates = candidates[: passing - 1]
         if not candidates or passes(needed):
             return needed
+        if len(needed) == most:
+            return None
 
 
 def by_error(
@@ -420,7 +425,8 @@ class Search(abc.ABC, Generic[Run]):
         device: Name of the device.
         dtype: The low precision.
         tolerance: How far a run may be from float32's.
-        scale: The loss scale of runs in the dtype; it falls where it is to blame.
+        scale: The loss scale of runs in the dtype; it falls where gradients overflow.
+        smallest_scale: What it falls to at most: with less, gradients would flush.
         runs: How many runs were made.
         samples: Of so many runs most decide; more than one where float32 itself differs from run to run.
         simulated: Values are rounded where modules take and return them, and operations compute in float32.
@@ -431,6 +437,7 @@ class Search(abc.ABC, Generic[Run]):
         failures: By what was kept in float32, by what that run is too far off; empty where it agrees.
         without: By module or operation that is kept, by what a run is too far off that lacks only this.
         hands_on: By module that is kept for what fails behind it, in words where that is.
+        module_of: By operation that is kept, in which module it fails, where that is known.
     """
 
     framework: str
@@ -438,6 +445,7 @@ class Search(abc.ABC, Generic[Run]):
     dtype: str
     tolerance: Tolerance
     scale: float = 1.0
+    smallest_scale: float = 1.0
     runs: int = 0
     samples: int = 1
     simulated: bool = False
@@ -453,8 +461,8 @@ class Search(abc.ABC, Generic[Run]):
         self.failures: dict[Kept, str] = {}
         self.without: dict[str, str] = {}
         self.hands_on: dict[str, str] = {}
+        self.module_of: dict[str, str] = {}
         self._looks: dict[Kept | None, Seen] = {}
-        self._not_by_scale: set[tuple[int, ...]] = set()
 
     @abc.abstractmethod
     def compute(self, kept: Kept) -> Run:
@@ -465,8 +473,8 @@ class Search(abc.ABC, Generic[Run]):
         """
 
     @abc.abstractmethod
-    def overflows(self, run: Run) -> tuple[int, ...]:
-        """Return the steps whose gradients are not finite, though what was computed before is."""
+    def overflows(self, run: Run) -> bool:
+        """Return whether gradients of a step are not finite, though all that was computed forward is."""
 
     @abc.abstractmethod
     def failure(self, run: Run) -> str:
@@ -508,20 +516,13 @@ class Search(abc.ABC, Generic[Run]):
     def settled(self, kept: Kept) -> Run:
         """Run in the dtype with a loss scale that fits: before a module is blamed for skipped steps, the scale is.
 
-        Where the same steps are skipped even with a scale of 1, it is not to blame, and is as it was.
+        The scale stays as small as one run needed it. If it rose again, other runs would be skipped for its sake.
         """
-        first = run = self.compute(kept)
-        scale, steps = self.scale, self.overflows(run)
-        if steps in self._not_by_scale:
-            return first
-        while self.overflows(run) and self.scale > 1:
-            self.scale = max(1.0, self.scale / BACKOFF)
+        run = self.compute(kept)
+        while self.overflows(run) and self.scale > self.smallest_scale:
+            self.scale = max(self.smallest_scale, self.scale / BACKOFF)
             run = self.compute(kept)
-        if not self.overflows(run):
-            return run
-        self._not_by_scale.add(steps)
-        self.scale = scale
-        return first
+        return run
 
     def judged(self, kept: Kept) -> str:
         """Return the failure of a run with this in float32, which is made once; empty where it agrees."""
@@ -565,6 +566,12 @@ class Search(abc.ABC, Generic[Run]):
         parts = [measured, without and f"without it {without}", hands_on and f"it only hands float32 on to {hands_on}"]
         return "; ".join(filter(None, parts))
 
+    def reason_of_operation(self, operation: str) -> str:
+        """Return why an operation is kept: where it fails, and what happens without it."""
+        module = self.module_of.get(operation, "")
+        where = f"in module {module!r}" if module.rpartition(":")[2] else "outside of modules"
+        return self.reason(operation, f"fails in {self.dtype}, {where}")
+
     def policy(self, **fields: Any) -> TunedPolicy:
         """Return a policy with these fields, and those of the search."""
         return TunedPolicy(
@@ -589,8 +596,9 @@ def fails_outside(tolerance: Tolerance, run: Distance | None) -> bool:
 def needed(search: Search[Any], candidates: Sequence[str]) -> Kept | None:
     """Return a smallest set of modules whose run agrees with float32's; None where there is none.
 
-    A module that holds others is kept with all inside. Where these do without it, the smallest set of them takes its
-    place; where they do not, it is needed for what it computes itself. Each of the others is left out once.
+    A module that holds others is kept with all inside. Where one of these does without it, that takes its place; else
+    it stays, for what it computes itself: several that only hand float32 on to it are more, and are no cause. Each of
+    the others is left out once.
 
     Args:
         search: The measurements.
@@ -604,9 +612,10 @@ def needed(search: Search[Any], candidates: Sequence[str]) -> Kept | None:
         name = untried.pop()
         rest = modules - {name}
         parts = [other for other in search.order if inside(other, name)]
-        search.without[name] = search.judged(Kept(rest | frozenset(parts)))
-        if not search.without[name]:
-            smaller = minimal(parts, functools.partial(_passes_with, search, rest)) or frozenset()
+        smaller = minimal(parts, functools.partial(_passes_with, search, rest), most=1)
+        if smaller is None:
+            search.without[name] = search.judged(Kept(rest))
+        else:
             modules = rest | smaller
             untried += [part for part in parts if part in smaller]
     return Kept(modules)
@@ -639,6 +648,7 @@ def at_fault(search: Search[Any], kept: Kept) -> Kept:
         instead = _with_place(search, kept, name, place)
         if instead is not None and search.passes(instead):
             kept = each_needed(search, instead)
+            search.module_of[place.operation] = place.module
         elif not fault.cancels and fault.kind not in ("flush", "digits"):  # which the module may have rounded away
             search.hands_on[name] = f"what fails behind it, in the {Place.of(place)}"
     return kept
@@ -663,16 +673,15 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
 
 
 def _with_place(search: Search[Any], kept: Kept, name: str, place: Reading) -> Kept | None:
-    """Return what keeps a place in float32 instead of a module; None where that has no name, or is around the module.
+    """Return what keeps a place in float32 instead of a module; None where that has no name.
 
-    Of a place in a model as a whole, or outside of all, the operation is named.
+    Of a place in a model as a whole, in a module around this one, or outside of all, the operation is named.
     """
     rest, is_whole = kept.without(name), not place.module.rpartition(":")[2]
-    if is_whole:
+    if is_whole or inside(name, place.module):
         forward = place.operation and place.direction == "forward"
         return replace(rest, operations=rest.operations | {place.operation}) if forward else None
-    named = place.module in search.modules and not inside(name, place.module)
-    return replace(rest, modules=rest.modules | {place.module}) if named else None
+    return replace(rest, modules=rest.modules | {place.module}) if place.module in search.modules else None
 
 
 def searched(search: Search[Any], repeats: int) -> TunedPolicy:
@@ -767,6 +776,7 @@ class _BatchSearch(Search[_Replay]):
         super().__init__(for_inference, self.reference.readings)
         self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
         self.tolerance = self._explained().at(tolerance)
+        self.smallest_scale = min(self.scale, self.tolerance.smallest_scale(casting.dtype, self.reference.readings))
         self.lowers = True  # something besides what fails is computed in the dtype
 
     def _explained(self) -> Tolerance:
@@ -823,8 +833,8 @@ class _BatchSearch(Search[_Replay]):
         except Exception as error:
             return _Replay(Seen(Replayed(math.nan, {}, {}), self.batch.read_before_error), in_one_line(error))
 
-    def overflows(self, run: _Replay) -> tuple[int, ...]:
-        return (1,) if math.isfinite(run.seen.replayed.loss) and run.seen.overflows else ()
+    def overflows(self, run: _Replay) -> bool:
+        return math.isfinite(run.seen.replayed.loss) and run.seen.overflows
 
     def failure(self, run: _Replay) -> str:
         if run.raised:
@@ -880,9 +890,8 @@ class _BatchSearch(Search[_Replay]):
         errors = (*worst_errors(self.errors, "backward"), *worst_errors(self.errors, "forward"))
         worst = {entry.module: entry for entry in errors}
         kinds = {name: self._reason(worst.get(name)) for name in self.order if name in kept.modules}
-        outside = f"fails in {self.dtype}, outside of modules"
         denied = [Choice(entry_of(name), self.reason(name, measured)) for name, measured in kinds.items()]
-        denied += [Choice(name, self.reason(name, outside)) for name in sorted(kept.operations)]
+        denied += [Choice(name, self.reason_of_operation(name)) for name in sorted(kept.operations)]
         reasons = {
             "dtype": f"loss and {self._within()} of float32's{self._simulated()}",
             "level": "casting by the framework's op lists; the parameters stay in float32",

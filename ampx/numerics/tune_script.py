@@ -250,6 +250,8 @@ class _ScriptSearch(Search[Outcome]):
         self.scale = self._fitting() if scaled(dtype) else 1.0
         self.rounded: list[Outcome] = []
         self.tolerance = self._explained(seeds=2).at(tolerance)
+        deciding = (self.tolerance.smallest_scale(dtype, self.reference.readings.get(step, ())) for step in _DECIDING)
+        self.smallest_scale = min(self.scale, max(deciding))
         self.first = self.settled(NOTHING)
         if dtype != FLOAT32.dtype and self.failure(self.first):
             self._repeat_float32()
@@ -325,18 +327,12 @@ class _ScriptSearch(Search[Outcome]):
             self.samples = _SAMPLED
 
     def _order(self) -> list[str]:
-        """Return modules, the likeliest to be needed in float32 first: the module that raised, where one did."""
+        """Return modules, the likeliest to be needed in float32 first: what may have raised, where something did."""
         reference, low = self.reference.readings[1], self.first.unscaled_readings(1)
-        errors = list(self.errors[1])
-        reached = {key_of(entry) for entry in low}
-        missing = next((entry for entry in reference if key_of(entry) not in reached), None)
-        if self.first.raised and missing is not None:
-            error = math.inf if missing.direction == "forward" else 0.0
-            errors.append(
-                ModuleError(missing.module, missing.kind, missing.direction, missing.call, self.dtype, error, 0.0)
-            )
         loss = next(iter(self.reference.losses), None)
-        return by_error(self.modules, errors, {} if loss is None else first_order(reference, low, loss))
+        effects = {} if loss is None else first_order(reference, low, loss)
+        raised = _may_have_raised(reference, low) if self.first.raised else []
+        return list(dict.fromkeys([*raised, *by_error(self.modules, self.errors[1], effects)]))
 
     def low(self, kept: Kept = NOTHING, **options: Any) -> Trial:
         """Return the run in the dtype, with modules and operations in float32."""
@@ -362,11 +358,11 @@ class _ScriptSearch(Search[Outcome]):
                 raise
             raise UnsupportedOpError(str(error)) from error
 
-    def overflows(self, run: Outcome) -> tuple[int, ...]:
+    def overflows(self, run: Outcome) -> bool:
         finite = all(map(_is_finite, run.losses)) and not any(
             entry.value.nonfinite for entry in run.readings.get(1, ()) if entry.direction == "forward"
         )
-        return tuple(run.skipped) if finite and run.raised is None and scaled(self.dtype) else ()
+        return bool(run.skipped) and finite and run.raised is None and scaled(self.dtype)
 
     def failure(self, run: Outcome) -> str:
         if run.raised is not None:
@@ -429,9 +425,8 @@ class _ScriptSearch(Search[Outcome]):
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         patterns = filter(None, kept_in_float32(kept.modules, self.modules))
-        outside = f"fails in {self.dtype}, outside of modules"
         denied = [Choice(f"{MODULE}{pattern}", self._reason(pattern, kept.modules)) for pattern in patterns]
-        denied += [Choice(name, self.reason(name, outside)) for name in sorted(kept.operations)]
+        denied += [Choice(name, self.reason_of_operation(name)) for name in sorted(kept.operations)]
         reasons = {
             "dtype": f"{self._within()} of float32's{', simulated' if self.simulated else ''}",
             "loss_scale": f"gradients of these steps fit with {self.scale:g}"
@@ -522,6 +517,18 @@ class _ScriptSearch(Search[Outcome]):
 def _is_finite(loss: float | None) -> bool:
     """Return whether a loss is finite, as far as is known."""
     return loss is None or math.isfinite(loss)
+
+
+def _may_have_raised(reference: Sequence[Reading], low: Iterable[Reading]) -> list[str]:
+    """Return the first module that returned nothing, and the innermost around it and what was computed before."""
+    reached = {key_of(entry) for entry in low}
+    position = next((at for at, entry in enumerate(reference) if key_of(entry) not in reached), None)
+    if position is None or reference[position].direction == "backward":
+        return []
+    both = [entry.module for entry in reference[max(0, position - 1) : position + 1]]
+    names = {entry.module for entry in reference if all(inside(name, entry.module) for name in both)}
+    around = sorted((name for name in names if name.rpartition(":")[2]), key=len)
+    return [reference[position].module, *around[-1:]]
 
 
 def _nothing_watched(trial: Trial, outcome: Outcome) -> str:

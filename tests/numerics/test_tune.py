@@ -107,7 +107,7 @@ class PlantedSearch(Search):
         return missing, self.scale > self.largest_scale
 
     def overflows(self, run):
-        return (1, 3) if run[1] else ()
+        return run[1]
 
     def failure(self, run):
         return "steps are skipped" if run[1] else self.says(run[0])
@@ -162,6 +162,23 @@ def test_what_fails_is_kept_and_not_what_only_hands_float32_on_to_it(module, mod
     assert search.hands_on == {}
     if module in ("", "norm"):
         assert search.without == {(modules or operations)[0]: "mul"}
+    if operations:
+        assert search.reason_of_operation("mul") == "fails in float16, outside of modules; without it mul"
+
+
+def test_an_operation_of_the_module_around_takes_the_place_of_a_layer_in_front():
+    search = ShieldedSearch("block", cures=("module:block.first", "mul"))
+    search.modules = search.order = ("block.first", "block", "second")
+    see = search.look
+    search.look = lambda kept: replace(
+        see(kept),
+        readings=tuple(
+            replace(entry, module=f"block.{entry.module}" if entry.module == "first" else entry.module)
+            for entry in see(kept).readings
+        ),
+    )
+    assert at_fault(search, Kept(frozenset({"block.first"}))) == Kept(operations=frozenset({"mul"}))
+    assert search.reason_of_operation("mul") == "fails in float16, in module 'block'; without it mul"
 
 
 def test_a_module_that_only_hands_float32_on_is_said_to_do_so_where_nothing_else_cures():
@@ -215,6 +232,13 @@ def test_of_a_block_no_more_is_kept_than_is_needed(planted, kept):
     )
 
 
+def test_a_block_stays_where_only_several_inside_do_without_it():
+    search = PlantedSearch(["block", "block.a", "block.b", "c"], ["block.a", "block.b"])
+    assert needed(search, search.order).modules == {"block"}
+    assert search.without == {"block": "block.a and block.b"}
+    assert search.runs <= most_runs(1, 4)
+
+
 @pytest.mark.parametrize("planted", [(), ("layer3",), ("layer3", "layer7")])
 def test_no_module_is_blamed_for_a_loss_scale_that_is_too_large(planted):
     search = PlantedSearch([f"layer{number}" for number in range(20)], planted, largest_scale=300.0)
@@ -223,10 +247,39 @@ def test_no_module_is_blamed_for_a_loss_scale_that_is_too_large(planted):
     assert search.runs <= most_runs(len(planted), 20)
 
 
-def test_a_loss_scale_that_is_not_to_blame_is_as_it_was_and_is_asked_once():
+def test_a_loss_scale_that_is_not_to_blame_falls_once_and_no_lower_than_gradients_allow():
     search = PlantedSearch(["a", "b", "c"], [], largest_scale=0.0)
+    search.smallest_scale = 32.0
     assert needed(search, search.order) is None
-    assert (search.scale, search.runs) == (2.0**16, 2 + 4)  # nothing and all in float32, and four smaller scales
+    assert (search.scale, search.runs) == (32.0, 2 + 3)  # nothing and all in float32, and three smaller scales
+
+
+def test_each_set_is_judged_with_a_scale_that_fits_though_without_it_none_did():
+    """Backward, `act` overflows at any scale in the dtype; with it in float32 gradients fit at some scales only."""
+
+    class Overflowing(PlantedSearch):
+        def compute(self, kept):
+            missing, too_large = super().compute(kept)
+            return missing, bool(missing) or too_large
+
+    search = Overflowing(["first", "act", "last"], ["act"], largest_scale=300.0)
+    assert needed(search, search.order).modules == {"act"}
+    assert search.without == {"act": "steps are skipped"}
+    assert search.runs <= most_runs(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "noise", "scale"),
+    [
+        *(([0.1], 0.0, 1.0), ([2.0**-20], 0.0, 8.0), ([0.1, 2.0**-20], 0.0, 8.0)),
+        *(([0.1, 0.0], 0.0, 1.0), ([0.1, 2.0**-20], 1.0, 1.0)),  # what is noise may flush
+    ],
+)
+def test_a_loss_scale_falls_only_as_far_as_gradients_do_not_flush(gradients, noise, scale):
+    readings = [reading(f"layer{size}", "backward", 0, [size] * 4) for size in gradients]
+    values = [ModuleError(f"layer{gradients[-1]}", "Dense", "backward", 0, "float16", noise, bound=0.02)]
+    assert by_rounding("float16", Distance(0.0, 0.0, values)).smallest_scale("float16", readings) == scale
+    assert by_rounding("float16", Distance(0.0)).smallest_scale("float16", []) == 1.0
 
 
 def test_most_runs_of_a_noisy_script_decide():

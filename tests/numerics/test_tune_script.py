@@ -322,6 +322,42 @@ def test_the_reason_names_the_step_in_which_a_module_first_fails():
     assert policy.deny[0].reason.startswith("not finite in bfloat16 in step 2; without it ")
 
 
+class Raising(Pretended):
+    """Stands for a script in which `block` raises, unless it is in float32, or all that it takes from inside is."""
+
+    inside = ("block.0", "block.1", "block.2")
+
+    def __init__(self):
+        super().__init__(())
+
+    def __call__(self, trial):
+        outcome = super().__call__(trial)
+        low = trial.settings.dtype != "float32"
+        kept = {entry.removeprefix("module:") for entry in trial.settings.deny}
+        narrow = [name for name in self.inside if low and not kept & {name, "block"}]
+        names = [*self.inside, "block", "head", ""]
+        reached = names[: names.index(narrow[0]) + 1] if narrow else names
+        readings = tuple(self.reading(name, "forward", low, kept) for name in reached)
+        if not narrow:
+            readings += tuple(self.reading(name, "backward", low, kept) for name in reached[::-1])
+        return replace(
+            outcome,
+            losses=() if narrow else outcome.losses,
+            readings={step: readings for step in trial.watched},
+            raised=("RuntimeError: dtypes differ", "a.py:7") if narrow else None,
+        )
+
+
+def test_the_module_that_raises_stays_in_float32_and_not_all_that_it_takes():
+    script = Raising()
+    policy, _ = tuned(script)
+    assert [(choice.entry, choice.reason.rpartition("; ")[2]) for choice in policy.deny[:1]] == [
+        ("module:block", "without it the script raises RuntimeError: dtypes differ")
+    ]
+    assert [choice.entry for choice in policy.deny[1:]] == ["module:block.*"]
+    assert script.runs <= most_runs(1, 6)
+
+
 def test_what_is_written_is_read_back(tmp_path):
     policy, result = tuned(Pretended(("layer3",)))
     (tmp_path / "ampx.toml").write_text(result["file"])
