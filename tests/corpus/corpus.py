@@ -22,8 +22,8 @@ of ours sees the case:
 - `scale`: a loss scale at which no step is lost to settling; 128 if not named;
 - `quick`: whether every run of the tests has it, and not `make test-all` only: of PyTorch a few, since the rules are
   core's, and other frameworks show in scripts of their own tests that `diagnose` gets from them what it needs;
-- `held_out`: written after the tools, by one who had not read them, when the rules were found on the other cases; a
-  case that a rule was changed for is none any more;
+- `held_out`: written after the tools, by one who had not read them, when the rules were found on the other cases. The
+  page says how the tools did at the first run over these; rules were changed since for some of them;
 - `seen`: what `native_FRAMEWORK.py` measured of it, with the framework's own mixed precision and without ampx.
 
 `score.py` runs tools over cases and twins and judges what they say:

@@ -350,7 +350,9 @@ was measured with the framework alone, and written down before a tool saw the sc
 where these have one. Every script has a healthy twin, which differs by its data, its weights or a formula.
 
 The rules of the debugger were found on the first scripts of each framework. Those *written after the tools* come from
-an author who had not read the rules: their rows tell what to expect of a script of your own.
+an author who had not read the rules. **At the first run over these 24 scripts** `diagnose` was right and curing in 17,
+silent in 2 and wrong in 5; `tune` in 16, 3 and 5, and accused a twin; `compare` was right in 20, silent in 1 and wrong
+in 3. That is what to expect of a script of your own. The rows below show the rules as they were mended since.
 
 | mark | verdict | meaning |
 | --- | --- | --- |
@@ -360,13 +362,12 @@ an author who had not read the rules: their rows tell what to expect of a script
 | **✗** | wrong | a kind or a place is not true, or all is said to be well |
 | **!** | twin accused | a fault is named in the healthy twin |
 
-No mark: not run. ○ is the best that `compare` and other tools reach, which give no advice.
+No mark: not run. ○ is the best that `compare` and other tools reach, whose advice is not carried out here.
 
 - `tune` is right, too, where float32 itself fails and it says so. It is wrong if the script does not train by its
   policy as in float32, or if that keeps in float32 what is not at fault.
-- `compare` is right if the first value that it says differs from float32's is an output of the module at fault, or the
-  gradient of one; where no module is at fault, if it names no output; where float32 fails, if it says so. It names a
-  consumer of lost digits, where `diagnose` goes back to what lost them: that counts as wrong.
+- `compare` is right if the module that it says is at fault is; where none is, if it names none; where float32 fails,
+  if it says so.
 - Other tools are judged by the module or the line that they name; where only a module of a library is at fault, any
   line of the script is true. They run in the framework's own mixed precision. MXNet has no such tool.
 
