@@ -108,6 +108,12 @@ def test_the_reference_names_every_command():
     assert [command for command in commands if f"`{command}`" not in shown] == []
 
 
+def test_no_page_keeps_the_marks_of_a_merge():
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    marked = [path.name for path in pages if re.search(r"^(<{7}|>{7}) ", path.read_text(), flags=re.M)]
+    assert marked == []
+
+
 def pinned(name):
     """Return the versions of a file of constraints, by package."""
     lines = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
