@@ -426,7 +426,7 @@ class Search(abc.ABC, Generic[Run]):
         dtype: The low precision.
         tolerance: How far a run may be from float32's.
         scale: The loss scale of runs in the dtype; it falls where gradients overflow.
-        smallest_scale: What it falls to at most: with less, gradients would flush.
+        smallest_scale: What it falls to: with less, gradients would flush, which is tried once.
         runs: How many runs were made.
         samples: Of so many runs most decide; more than one where float32 itself differs from run to run.
         simulated: Values are rounded where modules take and return them, and operations compute in float32.
@@ -462,6 +462,7 @@ class Search(abc.ABC, Generic[Run]):
         self.without: dict[str, str] = {}
         self.hands_on: dict[str, str] = {}
         self.module_of: dict[str, str] = {}
+        self._flushes = False  # a scale below the smallest was tried, and did not help
         self._looks: dict[Kept | None, Seen] = {}
 
     @abc.abstractmethod
@@ -518,9 +519,19 @@ class Search(abc.ABC, Generic[Run]):
 
         The scale stays as small as one run needed it. If it rose again, other runs would be skipped for its sake.
         """
-        run = self.compute(kept)
-        while self.overflows(run) and self.scale > self.smallest_scale:
-            self.scale = max(self.smallest_scale, self.scale / BACKOFF)
+        run = self._lowered(kept, self.compute(kept), self.smallest_scale)
+        if self._flushes or not self.overflows(run) or self.scale == 1:
+            return run
+        # With less some gradients flush. That may do no harm: once it is tried.
+        scale, lower = self.scale, self._lowered(kept, run, 1.0)
+        self._flushes = bool(self.failure(lower))
+        if self._flushes:
+            self.scale, lower = scale, run
+        return lower
+
+    def _lowered(self, kept: Kept, run: Run, least: float) -> Run:
+        while self.overflows(run) and self.scale > least:
+            self.scale = max(least, self.scale / BACKOFF)
             run = self.compute(kept)
         return run
 

@@ -251,7 +251,15 @@ def test_a_loss_scale_that_is_not_to_blame_falls_once_and_no_lower_than_gradient
     search = PlantedSearch(["a", "b", "c"], [], largest_scale=0.0)
     search.smallest_scale = 32.0
     assert needed(search, search.order) is None
-    assert (search.scale, search.runs) == (32.0, 2 + 3)  # nothing and all in float32, and three smaller scales
+    # Nothing and all in float32, three smaller scales, and two below the smallest, which are tried once and in vain.
+    assert (search.scale, search.runs) == (32.0, 2 + 3 + 2)
+
+
+def test_a_loss_scale_at_which_gradients_flush_and_do_no_harm_is_taken():
+    search = PlantedSearch(["a", "b", "c"], [], largest_scale=8.0)
+    search.smallest_scale = 32.0
+    assert needed(search, search.order) == Kept()
+    assert search.scale <= 8.0
 
 
 def test_each_set_is_judged_with_a_scale_that_fits_though_without_it_none_did():
