@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import _paired
+
+import ampx
 
 Lap = Callable[[str], None]
 """Called at the end of a part with its name; parts of one name are added up."""
@@ -14,27 +17,71 @@ FASTEST = 20
 """Of so many times the fastest counts: a step without what the rest of the machine adds to it."""
 
 
+class Training(NamedTuple):
+    """What a step of either side trains with.
+
+    Attributes:
+        loss: Computes the loss.
+        optimizer: The wrapped optimizer, or the raw one.
+        clear: Clears its gradients.
+    """
+
+    loss: Callable[[], Any]
+    optimizer: Any
+    clear: Callable[[], object]
+
+
 def compare(
-    ours: Callable[[Lap], None],
-    theirs: Callable[[Lap], None],
+    ours: Training,
+    theirs: Training,
+    scaler: Any,
     quick: bool,
     before: Callable[[bool], object] = lambda ours: None,
 ) -> list[dict[str, object]]:
     """Time the parts of two steps, which take turns; return a row a part, and one for the whole step.
 
     Args:
-        ours: A step through ampx.
-        theirs: The same step by hand.
+        ours: What ampx trains.
+        theirs: The same by hand.
+        scaler: The framework's own scaler, for theirs.
         quick: Fewer steps.
         before: Called before each step, untimed, with True before one of ours.
     """
     rounds = 2 if _paired.shortest else 300 if quick else 3000
 
+    def through_ampx(lap: Lap) -> None:
+        loss = ours.loss()
+        lap("forward")
+        scaling = ampx.scale_loss(loss, ours.optimizer)
+        scaled = scaling.__enter__()
+        lap("scaling the loss")
+        scaled.backward()
+        lap("backward")
+        scaling.__exit__(None, None, None)
+        lap("scaling the loss")
+        ours.optimizer.step()
+        lap("check, optimizer, scale")
+        ours.clear()
+        lap("clearing gradients")
+
+    def by_hand(lap: Lap) -> None:
+        loss = theirs.loss()
+        lap("forward")
+        scaled = scaler.scale(loss)
+        lap("scaling the loss")
+        scaled.backward()
+        lap("backward")
+        scaler.step(theirs.optimizer)
+        scaler.update()
+        lap("check, optimizer, scale")
+        theirs.clear()
+        lap("clearing gradients")
+
     def round_of_both() -> tuple[Times, Times]:
         before(True)
-        mine = _times(ours)
+        mine = _times(through_ampx)
         before(False)
-        return mine, _times(theirs)
+        return mine, _times(by_hand)
 
     taken = [round_of_both() for _ in range(rounds + rounds // 10)][rounds // 10 :]
 

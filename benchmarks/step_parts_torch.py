@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from _parts import Lap, compare
+from _parts import Training, compare
 from recipes import set_casting
 from workloads import WORKLOADS
 
@@ -22,40 +22,16 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
     inputs, labels = workload.batch()
     model, other = workload.model(), workload.model()
     raw = workload.optimizer(list(other.parameters()))
-    scaler = torch.amp.GradScaler("cpu")
     with ampx.init("torch", device="cpu", dtype="bfloat16", loss_scale="dynamic") as amp:
         opt = amp.wrap_optimizer(workload.optimizer(list(model.parameters())))
 
-        def ours(lap: Lap) -> None:
-            loss = workload.loss(model(inputs), labels)
-            lap("forward")
-            scaling = ampx.scale_loss(loss, opt)
-            scaled = scaling.__enter__()
-            lap("scaling the loss")
-            scaled.backward()
-            lap("backward")
-            scaling.__exit__(None, None, None)
-            lap("scaling the loss")
-            opt.step()
-            lap("check, optimizer, scale")
-            opt.zero_grad()
-            lap("clearing gradients")
-
-        def by_hand(lap: Lap) -> None:
+        def cast_by_hand() -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16):
-                loss = workload.loss(other(inputs), labels)
-            lap("forward")
-            scaled = scaler.scale(loss)
-            lap("scaling the loss")
-            scaled.backward()
-            lap("backward")
-            scaler.step(raw)
-            scaler.update()
-            lap("check, optimizer, scale")
-            raw.zero_grad()
-            lap("clearing gradients")
+                return workload.loss(other(inputs), labels)
 
-        rows = compare(ours, by_hand, quick, set_casting)
+        ours = Training(lambda: workload.loss(model(inputs), labels), opt, opt.zero_grad)
+        theirs = Training(cast_by_hand, raw, raw.zero_grad)
+        rows = compare(ours, theirs, torch.amp.GradScaler("cpu"), quick, set_casting)
         set_casting(True)
     advance()
     return rows

@@ -478,7 +478,7 @@ def stepped_by_itself(script: Script) -> Iterator[Place]:
 
 
 def _stepped_unchecked(script: Script) -> Iterator[Place]:
-    """The optimizer steps on gradients that the scaler divided, and that nobody looked at."""
+    """The optimizer steps on gradients that the scaler divided, though no overflow in them was looked for."""
     for function, events in script.events.items():
         for event in _of_kind(events, "raw step"):
             divided = [

@@ -287,8 +287,9 @@ def _plain(sampled: SampledGradient) -> SampledGradient:
 
 
 def _peak_host() -> int | None:
-    # A copy of a process maps fewer pages of its libraries than a new one, and a new one is told its parent's peak.
-    with suppress(OSError):
+    # Without files that are mapped: a copy of a process maps fewer pages of its libraries than a new process does. And
+    # not by `getrusage`, where that is known: there the peak of a new process begins with that of its parent.
+    with suppress(OSError, KeyError):
         held = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE))
         return 1024 * (int(held["VmHWM"]) - int(held["RssFile"]))
     try:

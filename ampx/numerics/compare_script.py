@@ -455,12 +455,14 @@ def _cost(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _doubt(facts: Mapping[str, Any]) -> str | None:
-    """Return what comes before the question of speed; None for nothing."""
+    """Return what is to be looked into before speed counts; None for nothing."""
     lost, exact = facts["lost"]["dtype"], facts["lost"]["float32"]
     doubts = (
         (facts["float32_fails"] is not None, "that comes first, and precision is not its cause"),
-        (_skips_most(facts) or bool(facts["flushed"]) or facts["fault"] is not None, "look before you rely on it"),
-        (bool(facts["mistakes"]), "look before you rely on it"),
+        (
+            _skips_most(facts) or any(facts[name] for name in ("flushed", "fault", "mistakes")),
+            "look before you rely on it",
+        ),
         (facts["float32_parts_at"] is not None, "make the script repeatable first"),
         (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
     )

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ampx.callers import script_line
 from ampx.run import Recorder, Sampler
 from ampx_torch.modes import Mode, leave
+from ampx_torch.trees import LOW
 
 if TYPE_CHECKING:
     from .manager import TorchManager
@@ -25,11 +26,8 @@ _IDLE: Final = frozenset(
     ("_to_copy", "detach", "clone", "copy_", "lift_fresh", "zero_", "fill_", "ones_like", "zeros_like")
 )
 _RESTORED: Final = "saved_include_set"  # what torch's call of a compiled function keeps the dispatch keys in
-
-
 # They add to what is stored, as a moving average does.
 _UPDATES: Final = frozenset(("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_"))
-_LOW: Final = (torch.float16, torch.bfloat16)
 _SAMPLED: Final = 4096  # elements of what is written to
 _MOST: Final = 0.5  # of those that the same update moves in float32
 
@@ -77,7 +75,7 @@ def _is_stored_low(tensor: torch.Tensor) -> bool:
     """Return whether a tensor may be what a script stores in low precision, beside what optimizers train."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     in_backward = torch._C._current_graph_task_id() != -1
-    return plain and tensor.dtype in _LOW and not (tensor.is_meta or tensor.requires_grad or in_backward)
+    return plain and tensor.dtype in LOW and not (tensor.is_meta or tensor.requires_grad or in_backward)
 
 
 def _sampled(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
