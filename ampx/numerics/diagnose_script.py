@@ -535,7 +535,7 @@ class _Look:
     def verdict(self, seen: Outcome) -> str:
         """Return one sentence or two."""
         if self.fails:
-            return f"Step {self.step}: {self.diagnosis.kind}: {self.diagnosis.why}"
+            return f"In step {self.step}, {self.diagnosis.why}"
         dangers = "some risks, which did no harm" if self.diagnosis.risks else "no risks"
         compared = f"was compared with float32: {self.agreement}, and there are {dangers}."
         error = self.off.get(self.step, 0.0)

@@ -124,7 +124,7 @@ def test_the_derivative_of_a_root_at_zero_is_told_by_the_forward_pass():
     failing = seen(root, read("div", [1.0], [math.inf], direction="backward"), gradients=[math.nan])
     diagnosis = diagnosed(failing, failing, "float16")
     assert (diagnosis.kind, diagnosis.float32_fails) == ("logarithm", True)
-    assert "derivative of sqrt at zero" in diagnosis.why
+    assert "1 of 2 inputs of sqrt are zero, where its derivative is infinite" in diagnosis.why
 
 
 FAILS = {"loss": math.nan, "gradients": [math.nan]}
@@ -293,7 +293,9 @@ def test_values_that_flush_to_zero_and_digits_that_cancel_are_named_though_the_l
     exact = seen(sampled("sub", [4096.0], [1.0, 2.0], "float32"), sampled("", [1.0], module, "float32"))
     cancelled = diagnosed(low, exact, "float16")
     assert (cancelled.kind, cancelled.first_nonfinite.operation) == ("digits", "sub")
-    assert "off by 0.45 of its norm" in cancelled.why
+    assert (
+        "the output of sub in module 'block' (net.py:7) loses precision: it is 45 % from float32's, " in cancelled.why
+    )
 
 
 @pytest.mark.parametrize(
@@ -389,7 +391,7 @@ def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
     diagnosis = examined(Refusal(in_one_line(error)), exact, "float16", 8.0, None)
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("mask", "masked_fill")
     assert diagnosis.last_finite.operation == "relu"
-    assert diagnosis.why.endswith("without overflow.")
+    assert diagnosis.why.endswith("without overflow).")
     other = examined(Refusal(in_one_line(ValueError(""))), seen(), "float16", 8.0, None)
     assert (other.kind, other.first_nonfinite, other.precision_is_innocent) == ("error", None, False)
     assert "ValueError: (no message)" in other.why
@@ -411,7 +413,7 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
     ]
     assert diagnosis.advice.splitlines() == advised
     assert examined(refusal, exact, "bfloat16", 1.0, None).advice.splitlines() == advised[:1]  # calls find the module
-    assert "  raises: forward pass, module 'block', operation index_add" in str(diagnosis)
+    assert "  raises: the output of index_add in module 'block'" in str(diagnosis)
 
 
 def test_an_epsilon_that_float32_needs_as_well_is_one_that_the_dtype_holds():
@@ -426,7 +428,7 @@ def test_an_epsilon_that_float32_needs_as_well_is_one_that_the_dtype_holds():
 def test_a_product_is_not_called_a_sum():
     diagnosis = in_both("cumprod", [6.0] * 8, np.cumprod)
     assert diagnosis.kind == "sum"
-    assert "it multiplies 8 elements" in diagnosis.why
+    assert "overflows float16: the product of 8 elements" in diagnosis.why
 
 
 def test_a_cast_of_a_mask_is_judged_by_what_it_is_given_and_not_by_another_cast_of_that_number():
@@ -483,6 +485,6 @@ def test_what_cures_a_step_and_not_those_behind_it_is_no_cure():
 
     diagnosis = examined(low, exact, "float16", 1.0, again)
     assert (tried[0].float32, tried[-1].dtype) == (("norm",), "bfloat16")
-    assert str(diagnosis.experiments[0]).endswith("finite, 0 % from float32's, and the steps behind it fail")
+    assert str(diagnosis.experiments[0]).endswith("finite, 0 % from float32's, and the next steps fail")
     assert [entry.cures for entry in diagnosis.experiments] == [False] * (len(tried) - 1) + [True]
     assert diagnosis.advice == 'amp = ampx.init(dtype="bfloat16")'
