@@ -427,7 +427,7 @@ def _of_hand(reference: Seen) -> Fault | None:
     lost = next((entry for entry in later if _is_all_lost(entry)), None)
     if reference.finite and lost is None:
         return None
-    what = "" if lost is None else f", and {Place.of(lost)} is not finite in all {lost.value.elements}"
+    what = "" if lost in (None, place) else f", and {Place.of(lost)} is not finite in all {lost.value.elements}"
     why = (
         f"{Place.of(place)} overflows {place.dtype} in {place.value.nonfinite} of {place.value.elements} elements"
         f"{what}: the script itself casts to {place.dtype} there, in float32 runs, too, so what float32 would compute "

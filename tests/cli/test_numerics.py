@@ -159,8 +159,7 @@ def check_tune(result, done, folder):
 def test_a_script_that_raises_in_low_precision_is_told_which_module_to_keep_in_float32(ampx_command, tmp_path):
     (tmp_path / "train.py").write_text(RAISES)
     done = ampx_command("diagnose", "--dtype", "bfloat16", "--steps", "2", "train.py")
-    assert "In step 1, the output of ind" in done.stdout
-    assert " in module '1' (train.py:" in done.stdout
+    assert "In step 1, the output of index_add in module '1' (" in done.stdout
     assert "deny=['module:1']" in done.stdout
     (tmp_path / "policy.toml").write_text('dtype = "bfloat16"\ndeny = ["module:1"]\n')
     ampx_command("run", "--policy", "policy.toml", "train.py")
