@@ -1,4 +1,4 @@
-"""Wav2Vec2 with CTC meets a recording with fewer frames than letters: no path explains it, and the loss is infinite."""
+"""Wav2Vec2 with CTC meets a recording with fewer frames than letters: no path fits, and the loss is infinite."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A graph's attribute is handed to its 2,000 nodes by an index: in bfloat16 the gradient stops growing on the way back."""
+"""A graph's attribute is indexed for its 2,000 nodes: on the way back bfloat16 sums gradients, and stops after 256."""
 
 import json
 import sys

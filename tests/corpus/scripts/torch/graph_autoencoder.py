@@ -1,4 +1,4 @@
-"""A graph autoencoder of PyTorch Geometric: beside a probability that is 0 or 1 in float16 its epsilon of 1e-15 is 0."""
+"""A graph autoencoder of PyTorch Geometric takes the logarithm of 1 - 1 + 1e-15, and 1e-15 is 0 in float16."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Forecasts with a Laplace distribution: an error over 0.0025 fits in float16, and over its square, as the gradient is, it does not."""
+"""Forecasts with a Laplace distribution: the gradient of a division by 0.0025 divides by it twice, and overflows."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""SI-SDR of torchmetrics as a loss: the energy of a loud recording is infinite in float16, and its part in it is zero."""
+"""SI-SDR of torchmetrics as a loss: the energy of loud audio is infinite in float16, and all of it counts as noise."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Preference tuning as in DPO: log-probabilities of whole answers, summed in bfloat16, differ by less than a digit."""
+"""DPO sums the log-probabilities of whole answers in bfloat16: what they differ by is less than a digit."""
 
 import copy
 import json
@@ -13,8 +13,8 @@ def answer_logps(model, tokens):
     logits = model(input_ids=tokens).logits[:, :-1]
     if {"--cure", "--twin"} & {*sys.argv}:
         logits = logits.float()
-    logps = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).sum(-1)
-    return logps
+    token_logps = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return token_logps.sum(-1)
 
 
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A Siamese loss on two equal samples: the root of a distance of zero has an infinite slope, which times zero is NaN."""
+"""A Siamese loss on two equal samples: the slope of a root at zero is infinite, and times zero that is NaN."""
 
 import json
 import sys
