@@ -22,7 +22,7 @@ class Frequencies(nn.Module):
 class Segmenter(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
         self.classes, self.frequencies = nn.Conv2d(8, 3, 1), Frequencies()
 
     def forward(self, images):
