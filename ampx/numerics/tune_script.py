@@ -70,8 +70,6 @@ SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
 # Steps whose values are compared. What is off in one of them only may have crossed a threshold, such as ReLU's.
 _DECIDING: Final = (1, 2)
-# Of a script whose runs in float32 differ, each run in low precision is made so often, and the most decide.
-_SAMPLED: Final = 3
 _CLEARLY: Final = 1.25  # times as long as the fastest
 _SIMULATED: Final = (
     "Simulated: numbers are rounded where modules take and return them, and not between the operations inside, which "
@@ -249,6 +247,7 @@ class _ScriptSearch(Search[Outcome]):
         self.dtype = dtype
         self.scale = self._fitting() if scaled(dtype) else 1.0
         self.rounded: list[Outcome] = []
+        self.repeated: list[Distance] = []  # of runs in float32 from one another, where they differ
         self.tolerance = self._explained(seeds=2).at(tolerance)
         deciding = (self.tolerance.smallest_scale(dtype, self.reference.readings.get(step, ())) for step in _DECIDING)
         self.smallest_scale = min(self.scale, max(deciding))
@@ -258,8 +257,7 @@ class _ScriptSearch(Search[Outcome]):
             # Before anything is blamed, noise is sampled once more: it may be a jump, which one pair of runs misses.
             self.tolerance = self._explained(seeds=3).at(tolerance)
         self.failures.update(self._known(tolerance))
-        if self.samples == 1:
-            self.failures[NOTHING] = self.failure(self.first)
+        self.failures[NOTHING] = self.failure(self.first)
         self.errors = {step: step_errors(self.reference, self.first, step, dtype) for step in self.watched}
         self.order = self._order()
         self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
@@ -308,11 +306,12 @@ class _ScriptSearch(Search[Outcome]):
                 self.rounded.append(self.run(replace(self.wide, forced=rounding(self.dtype, seed), may_raise=True)))
             if not any(run.raised for run in self.rounded):
                 pairs = itertools.pairwise(self.rounded)
-                return by_rounding(self.dtype, *(self.distance(second, first) for first, second in pairs))
-        return by_count(self.dtype, len(self.reference.readings[1]))
+                apart = [self.distance(second, first) for first, second in pairs]
+                return by_rounding(self.dtype, *apart, *self.repeated)
+        return by_count(self.dtype, len(self.reference.readings[1]), *self.repeated)
 
     def _repeat_float32(self) -> None:
-        """Run in float32 again: by what differs from run to run, precision is not to be blamed.
+        """Run in float32 again: what differs from run to run is noise, for which precision is not to be blamed.
 
         Raises:
             TrialError: Losses differ by more than rounding explains.
@@ -324,7 +323,7 @@ class _ScriptSearch(Search[Outcome]):
         if own.loss > self.tolerance.loss:
             raise TrialError(not_repeatable(self.trial.program))
         if own.loss or own.gradients:
-            self.samples = _SAMPLED
+            self.repeated.append(own)
 
     def _order(self) -> list[str]:
         """Return modules, the likeliest to be needed in float32 first: what may have raised, where something did."""
@@ -409,9 +408,9 @@ class _ScriptSearch(Search[Outcome]):
         names: dict[str, None] = {}
         for name in self._likely_operations():
             names[name] = None
-            if self.passes(Kept(operations=frozenset({name}))):
+            if self.passes(Kept(operations=frozenset({name})), 1):
                 return frozenset({name})
-        return minimal([*names], lambda names: bool(names) and self.passes(Kept(operations=names)))
+        return minimal([*names], lambda names: bool(names) and self.passes(Kept(operations=names), 1))
 
     def _likely_operations(self) -> Iterator[str]:
         """Walk over the operations that may be at fault, at last that which loses digits: it takes a run in float32."""
@@ -631,7 +630,7 @@ def tune_script(
     notes = Journal(journal, digest_of(checkpoint))
     search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress, notes)
     if dtype == "auto":
-        dtype, why = _chosen(run(replace(trial, steps=1)))
+        dtype, why = _chosen(search.run(replace(trial, steps=1)))
     search.begin(dtype, tolerance)
     if dtype == FLOAT32.dtype:
         why = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
@@ -657,11 +656,11 @@ def _remarks(search: _ScriptSearch, policy: TunedPolicy, exclusions: Sequence[Ma
     if exclusions:
         notes.append(_for_tensorrt(policy, exclusions))
         notes.append(_EXPORTED if policy.framework == "torch" else _EXPORTED_ELSEWHERE.format(policy.framework))
-    if search.samples > 1:
-        notes.append(
-            f"Losses of {search.trial.program.name} differ from run to run in float32: each choice was run until "
-            f"{search.samples // 2 + 1} runs said the same of it."
-        )
+    notes += [
+        f"Losses of {search.trial.program.name} differ from run to run in float32, by {percent(noise.loss)}, and its "
+        f"first gradients by {percent(noise.gradients)}: eight times that is within the tolerance."
+        for noise in search.repeated
+    ]
     if search.unnamed:
         notes.append(
             f"No part of {search.trial.program.name} has a name: losses alone were compared, and no part was tried in "

@@ -521,6 +521,21 @@ def test_precision_is_not_blamed_where_runs_in_float32_differ():
         tuned(DrawnAnew(()))
 
 
+@pytest.mark.parametrize(("noise", "kept"), [(0.0, ["module:layer3"]), (0.002, [])])
+def test_what_eight_times_the_noise_of_float32_explains_is_blamed_on_no_module(noise, kept):
+    class Noisy(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            again = self.runs == 5  # in float32: once watched, twice rounded, and once in low precision before
+            losses = [loss * (1 + noise * again) if loss < 5.0 else 0.51 for loss in outcome.losses]
+            return replace(outcome, losses=tuple(losses), readings=Pretended(())(trial).readings)
+
+    policy, report = tuned(Noisy(("layer3",)), tolerance=None)
+    assert policy.tolerance == 2**-5
+    assert [choice.entry for choice in policy.deny] == kept
+    assert any("differ from run to run in float32, by 0.2 %" in note for note in report["notes"]) == bool(noise)
+
+
 def test_float32_is_repeated_with_the_same_steps_watched():
     """A program that is compiled without watching may round otherwise, which is no noise."""
 
