@@ -208,9 +208,9 @@ class _ScriptSearch(Search[Outcome]):
         """Raise where the script itself casts to what cannot hold it: no choice of modules reaches that.
 
         Raises:
-            TrialError: A value is not finite, or updates of weights are lost, in float32 as well.
+            TrialError: A value is not finite, or updates are lost, in float32 as well.
         """
-        lost = lost_updates(self.reference)
+        lost = [*lost_updates(self.reference), *self.reference.mistakes]  # of weights, and of what else it stores so
         if lost:
             self._fails_in_float32(lost[0].partition(". ")[0])
         if cast_by_hand(self.reference.readings[1]) is None or self.simulated:

@@ -432,6 +432,16 @@ def test_updates_that_are_lost_in_float32_as_well_end_the_search(unchanged):
         tuned(script)
 
 
+def test_what_the_script_loses_by_itself_in_float32_as_well_ends_the_search():
+    def script(trial):
+        return replace(whole(trial), mistakes=("a.py:7: most updates round to nothing. Store it in float32.",))
+
+    whole = Pretended(())
+    with pytest.raises(ampx.TrialError, match=r"fails in float32 itself: a\.py:7: most updates round to nothing, which no"):
+        tuned(script)
+    assert whole.runs == 1
+
+
 @pytest.mark.parametrize(
     ("prepare_finds_modules", "sensitive", "lines"),
     [(True, ("layer3",), 2), (True, (), 1), (False, ("layer3",), 1)],
