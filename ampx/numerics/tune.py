@@ -474,7 +474,8 @@ class Search(abc.ABC, Generic[Run]):
         self.hands_on: dict[str, str] = {}
         self.module_of: dict[str, str] = {}
         self._flushes = False  # a scale below the smallest was tried, and did not help
-        self._looks: dict[Kept | None, Seen] = {}
+        self._looks: dict[tuple[Kept | None, int], Seen] = {}
+        self.step_of: dict[Kept, int] = {}  # in which runs fail, where it is not the first
 
     @abc.abstractmethod
     def compute(self, kept: Kept) -> Run:
@@ -493,8 +494,8 @@ class Search(abc.ABC, Generic[Run]):
         """Return in words by what a run is too far from float32's; empty where it agrees."""
 
     @abc.abstractmethod
-    def look(self, kept: Kept | None) -> Seen:
-        """Compute the first step with this in float32, all of it for None, and read every operation in it."""
+    def look(self, kept: Kept | None, step: int) -> Seen:
+        """Compute a step with this in float32, all of it for None, and read every operation in it."""
 
     @abc.abstractmethod
     def smallest_operations(self) -> frozenset[str] | None:
@@ -584,15 +585,20 @@ class Search(abc.ABC, Generic[Run]):
         self.ended |= passes and not in_time
         return passes and in_time
 
-    def seen(self, kept: Kept | None) -> Seen:
-        """Return the first step with this in float32, all of it for None; it is computed once."""
-        if kept not in self._looks:
-            self._looks[kept] = self.look(kept)
-        return self._looks[kept]
+    def seen(self, kept: Kept | None, step: int = 1) -> Seen:
+        """Return a step with this in float32, all of it for None; it is computed once."""
+        if (kept, step) not in self._looks:
+            self._looks[kept, step] = self.look(kept, step)
+        return self._looks[kept, step]
+
+    def failing(self, kept: Kept) -> Seen:
+        """Return the step in which a run with this in float32 fails."""
+        return self.seen(kept, self.step_of.get(kept, 1))
 
     def fault(self, kept: Kept) -> Fault | None:
-        """Return what fails in the first step with this in float32, as `diagnose` finds it; None for nothing."""
-        return find_fault(self.seen(kept), self.seen(None), self.dtype, self.scale)
+        """Return what fails with this in float32, as `diagnose` finds it in the step that fails; None for nothing."""
+        wide = self.seen(None, self.step_of.get(kept, 1))
+        return find_fault(self.failing(kept), wide, self.dtype, self.scale)
 
     def reason(self, name: str, measured: str) -> str:
         """Return why something is kept: what was measured of it, what happens without it, and what it is for."""
@@ -701,15 +707,17 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
     place = None if fault is None else fault.place
     if fault is None or place is None or not is_low(place) or name == place.module or inside(place.module, name):
         return None
-    if _is_wrong_before(search, fault, name):
+    step = search.step_of.get(kept.without(name), 1)
+    if _is_wrong_before(search, fault, name, step):
         return None
-    now = next((entry for entry in search.seen(kept).readings if key_of(entry) == key_of(place)), place)
+    with_it = search.seen(kept, step).readings
+    now = next((entry for entry in with_it if key_of(entry) == key_of(place)), place)
     return None if is_low(now) else fault
 
 
-def _is_wrong_before(search: Search[Any], fault: Fault, name: str) -> bool:
-    """Return whether a module has returned something wrong before the place of a fault."""
-    exact = {key_of(entry): entry for entry in search.seen(None).readings}
+def _is_wrong_before(search: Search[Any], fault: Fault, name: str, step: int) -> bool:
+    """Return whether a module has returned something wrong before the place of a fault in a step."""
+    exact = {key_of(entry): entry for entry in search.seen(None, step).readings}
     before = enumerate(fault.readings[: fault.position])
     own = ((at, entry) for at, entry in before if entry.module == name and not entry.operation)
     return any(error_of(entry, exact.get(key_of(entry))) > bound(search.dtype, at) for at, entry in own)
@@ -931,7 +939,7 @@ class _BatchSearch(Search[_Replay]):
         outputs = [entry for entry in comparison.modules if entry.module == self.output]
         return Distance(comparison.loss_error, values=[entry for entry in outputs if entry.direction == "forward"])
 
-    def look(self, kept: Kept | None) -> Seen:
+    def look(self, kept: Kept | None, step: int) -> Seen:
         watching = Watching(self.dtype, operations=True, samples=SAMPLES)
         return self.tried(FLOAT32 if kept is None else self.casting_of(kept), watching).seen
 
@@ -951,7 +959,7 @@ class _BatchSearch(Search[_Replay]):
     def smallest_operations(self) -> frozenset[str] | None:
         if not self.takes_operations:
             return None
-        read = sorted(self.seen(NOTHING).readings, key=lambda entry: -entry.value.nonfinite)
+        read = sorted(self.failing(NOTHING).readings, key=lambda entry: -entry.value.nonfinite)
         names = filter(self.can_deny, dict.fromkeys(entry.operation for entry in read if entry.operation))
         needed = minimal(list(names), lambda names: bool(names) and self.passes(Kept(operations=names), 1))
         if needed is not None:
@@ -960,7 +968,7 @@ class _BatchSearch(Search[_Replay]):
         return needed if self.lowers else None
 
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
-        return failing(self.seen(NOTHING).readings) if modules and self.takes_operations else ()
+        return failing(self.failing(NOTHING).readings) if modules and self.takes_operations else ()
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         errors = (*worst_errors(self.errors, "backward"), *worst_errors(self.errors, "forward"))

@@ -226,13 +226,13 @@ class _ScriptSearch(Search[Outcome]):
             f"script that trains in float32. `ampx diagnose` says where it fails."
         )
 
-    def look(self, kept: Kept | None) -> Seen:
+    def look(self, kept: Kept | None, step: int) -> Seen:
         watching = replace(self.watching, operations=True, times=False)
-        trial = self.wide if kept is None else self.low(kept, watched=(1,))
-        run = self.run(replace(trial, watched=(1,), steps=1, watching=watching))
-        loss = run.losses[0] if run.losses else math.nan
-        readings = of_the_step(run.readings.get(1, ()))
-        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, bool(run.skipped))
+        trial = self.wide if kept is None else self.low(kept, watched=(step,))
+        run = self.run(replace(trial, watched=(step,), steps=step, watching=watching))
+        loss = run.losses[-1] if run.losses else math.nan
+        readings = of_the_step(run.readings.get(step, ()))
+        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, step in run.skipped)
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
         """Return what the operations of the first step compute in float32."""
@@ -347,15 +347,25 @@ class _ScriptSearch(Search[Outcome]):
 
     def compute(self, kept: Kept) -> Outcome:
         if kept == NOTHING:
-            return self.run(self.low(watched=self.watched, watching=self.watching))
+            return self._noted(kept, self.run(self.low(watched=self.watched, watching=self.watching)))
         only = (glob.escape(self.output),) if self.for_inference and self.output else ()
         watching = replace(self.watching, modules=only, times=False)
         try:
-            return self.run(self.low(kept, watched=_DECIDING, watching=watching))
+            return self._noted(kept, self.run(self.low(kept, watched=_DECIDING, watching=watching)))
         except TrialError as error:
             if kept.modules:
                 raise
             raise UnsupportedOpError(str(error)) from error
+
+    def _noted(self, kept: Kept, run: Outcome) -> Outcome:
+        """Note in which step a run fails: the first that is skipped, raises, or has a loss that is not finite.
+
+        What is only off is looked at in the first step: later the weights are others.
+        """
+        broken = [step for step, loss in enumerate(run.losses, 1) if not _is_finite(loss)]
+        raised = [] if run.raised is None else [len(run.losses) + 1]
+        self.step_of[kept] = min([*run.skipped, *broken, *raised], default=1)
+        return run
 
     def overflows(self, run: Outcome) -> bool:
         finite = all(map(_is_finite, run.losses)) and not any(
@@ -400,7 +410,7 @@ class _ScriptSearch(Search[Outcome]):
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
         # That takes two runs: only where a module's values are not finite.
         broken = any(math.isinf(error) for name in modules for error in self.worst.get(name, {}).values())
-        return failing(self.seen(NOTHING).readings) if broken and not self.simulated else ()
+        return failing(self.failing(NOTHING).readings) if broken and not self.simulated else ()
 
     def smallest_operations(self) -> frozenset[str] | None:
         if self.simulated:
@@ -414,7 +424,7 @@ class _ScriptSearch(Search[Outcome]):
 
     def _likely_operations(self) -> Iterator[str]:
         """Walk over the operations that may be at fault, at last that which loses digits: it takes a run in float32."""
-        readings = self.seen(NOTHING).readings
+        readings = self.failing(NOTHING).readings
         yield from failing(readings)
         yield from _before_failing(readings)
         fault = self.fault(NOTHING)

@@ -135,7 +135,7 @@ class ShieldedSearch(PlantedSearch):
         names = {*(f"module:{name}" for name in kept.modules), *kept.operations}
         return not names.isdisjoint(self.cures)
 
-    def look(self, kept):
+    def look(self, kept, step):
         wide = kept is None or self.is_wide(kept)
         square = Stats(4, largest=9e4) if wide else Stats(4, nonfinite=4)
 
@@ -172,11 +172,11 @@ def test_an_operation_of_the_module_around_takes_the_place_of_a_layer_in_front()
     search = ShieldedSearch("block", cures=("module:block.first", "mul"))
     search.modules = search.order = ("block.first", "block", "second")
     see = search.look
-    search.look = lambda kept: replace(
-        see(kept),
+    search.look = lambda kept, step: replace(
+        see(kept, step),
         readings=tuple(
             replace(entry, module=f"block.{entry.module}" if entry.module == "first" else entry.module)
-            for entry in see(kept).readings
+            for entry in see(kept, step).readings
         ),
     )
     assert at_fault(search, Kept(frozenset({"block.first"}))) == Kept(operations=frozenset({"mul"}))
@@ -188,7 +188,7 @@ def test_the_module_around_that_computes_what_fails_is_kept_unless_it_is_all_of_
     search = ShieldedSearch("block", cures=("module:block.first", "module:block", "mul"))
     search.modules = search.order = ("block.first", "block", *outside)
     see = search.look
-    search.look = lambda kept: replace(see(kept), readings=see(kept).readings[1:])
+    search.look = lambda kept, step: replace(see(kept, step), readings=see(kept, step).readings[1:])
     kept = at_fault(search, Kept(frozenset({"block.first"})))
     assert (kept.modules, kept.operations) == (modules, frozenset() if modules else {"mul"})
 
@@ -215,8 +215,8 @@ def test_a_module_is_not_replaced_where_what_fails_behind_it_is_low_as_before():
     """Its output has lost digits that are missed there: float32 there finds none."""
     search = ShieldedSearch()
     see = search.look
-    search.look = lambda kept: replace(
-        see(kept), readings=tuple(replace(entry, dtype="float16") for entry in see(kept).readings)
+    search.look = lambda kept, step: replace(
+        see(kept, step), readings=tuple(replace(entry, dtype="float16") for entry in see(kept, step).readings)
     )
     kept = Kept(frozenset({"first"}))
     assert at_fault(search, kept) == kept
@@ -356,7 +356,7 @@ class Faulty(Search):
         words = list(map(repr, self.faults(kept))) + ["overflow"] * (scale > self.largest_scale)
         return " and ".join(words + ["flush"] * (self.is_missed and scale < self.smallest_scale))
 
-    def look(self, kept):
+    def look(self, kept, step):
         self.runs += 1
         readings = [Reading(name, "", "", "forward", 0, "float16", Stats(4, largest=300.0)) for name in self.modules]
         for name, (module, _) in self.operations.items():
@@ -779,10 +779,10 @@ def test_a_module_is_not_replaced_whose_own_output_is_wrong_before():
     search = ShieldedSearch()
     see = search.look
 
-    def look(kept):
-        first, *rest = see(kept).readings
+    def look(kept, step):
+        first, *rest = see(kept, step).readings
         value = 1.0 if kept is None else 1.5
-        return replace(see(kept), readings=(replace(first, sample=np.full(4, value, np.float32)), *rest))
+        return replace(see(kept, step), readings=(replace(first, sample=np.full(4, value, np.float32)), *rest))
 
     search.look = look
     kept = Kept(frozenset({"first"}))

@@ -308,6 +308,39 @@ class Breaking(Pretended):
         return replace(outcome, readings=readings)
 
 
+class Late(Pretended):
+    """Stands for a script in which `mul` behind `layer3` overflows in the second step, and breaks `layer4`."""
+
+    def __init__(self):
+        super().__init__(())
+
+    def __call__(self, trial):
+        outcome = super().__call__(trial)
+        kept = {"mul", "module:layer3"}.intersection(trial.settings.deny)
+        if trial.settings.dtype == "float32" or (kept and not trial.watching.operations):
+            wide = between(("mul", Stats(4, largest=9e4), Stats(4)))
+            return replace(outcome, readings={step: self.among(wide, own) for step, own in outcome.readings.items()})
+        broken = Stats(4, nonfinite=1)
+        mul = between(("mul", Stats(4, largest=9e4) if kept else broken, Stats(4)))
+        mul = [replace(entry, dtype="float32") for entry in mul] if kept else mul
+        second = [
+            replace(entry, value=broken) if entry.module == "layer4" and not kept else entry
+            for entry in outcome.readings.get(2, ())
+        ]
+        readings = {**outcome.readings, **({2: self.among(mul, second)} if second else {})}
+        return replace(outcome, losses=(1.0, 0.5 if kept else math.inf)[: trial.steps], readings=readings)
+
+    def among(self, operations, readings):
+        return (*readings[:4], *operations, *readings[4:])
+
+
+def test_what_fails_is_looked_for_in_the_step_that_fails():
+    policy, _ = tuned(Late())
+    assert [(choice.entry, choice.reason) for choice in policy.deny] == [
+        ("mul", "fails in bfloat16, outside of modules; without it the loss is not finite")
+    ]
+
+
 def test_operations_that_would_do_in_place_of_a_module_are_named():
     policy, _ = tuned(Breaking(late=False))
     assert [(choice.entry, choice.reason) for choice in policy.deny] == [
