@@ -512,7 +512,7 @@ class Search(abc.ABC, Generic[Run]):
     @property
     @abc.abstractmethod
     def beginning(self) -> Distance | None:
-        """How far the first run in the dtype is from float32's; None where it raised."""
+        """How far the first run in the dtype is from float32's; None where what raised or failed was not compared."""
 
     @abc.abstractmethod
     def hopeless(self, whole: bool) -> dict[str, Any]:

@@ -405,7 +405,8 @@ class _ScriptSearch(Search[Outcome]):
 
     @property
     def beginning(self) -> Distance | None:
-        return None if self.first.raised else self.distance(self.first)
+        compared = self.step_of.get(NOTHING, 1) <= _DECIDING[-1]  # the step that fails, as far as modules return
+        return self.distance(self.first) if compared and not self.first.raised else None
 
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
         # That takes two runs: only where a module's values are not finite.

@@ -270,8 +270,9 @@ class Flushing(OutsideOfModules):
         whole, flushed = Stats(4), Stats(4, zeros=1)
         broken = Stats(4, nonfinite=1)
         operations = between(("view", whole, whole), ("_softmax", flushed, whole), ("log", broken, flushed))
-        forward = [entry for entry in outcome.readings[1] if entry.direction == "forward"]
-        return replace(outcome, readings={1: (*forward, *operations)})
+        (step,) = outcome.readings
+        forward = [entry for entry in outcome.readings[step] if entry.direction == "forward"]
+        return replace(outcome, readings={step: (*forward, *operations)})
 
 
 def test_what_flushes_in_front_of_an_operation_that_fails_is_asked_and_no_module_is_blamed():
@@ -306,6 +307,21 @@ class Breaking(Pretended):
                 operation = Reading("layer3", "Linear", "mul", "forward", 0, "bfloat16", broken, finite, None, "")
                 readings[step] = among(readings[step], operation)
         return replace(outcome, readings=readings)
+
+
+def test_no_operation_is_blamed_before_modules_where_these_were_not_compared_in_the_step_that_fails():
+    class OfStepFive(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            fails = trial.settings.dtype != "float32" and "module:layer3" not in trial.settings.deny
+            losses = (1.0, 0.9, 0.8, 0.7, math.inf if fails else 0.6)[: trial.steps]
+            mul = between(("mul", Stats(4, nonfinite=1) if fails else Stats(4), Stats(4)))
+            mul = [replace(entry, module="layer3") for entry in mul] if trial.watching.operations else []
+            readings = {step: among(own, *mul) for step, own in outcome.readings.items()}
+            return replace(outcome, losses=losses, readings=readings)
+
+    policy, _ = tuned(OfStepFive(()), steps=5)
+    assert [choice.entry for choice in policy.deny] == ["module:layer3"]
 
 
 class Late(Pretended):
@@ -470,7 +486,9 @@ def test_what_the_script_loses_by_itself_in_float32_as_well_ends_the_search():
         return replace(whole(trial), mistakes=("a.py:7: most updates round to nothing. Store it in float32.",))
 
     whole = Pretended(())
-    with pytest.raises(ampx.TrialError, match=r"fails in float32 itself: a\.py:7: most updates round to nothing, which no"):
+    with pytest.raises(
+        ampx.TrialError, match=r"fails in float32 itself: a\.py:7: most updates round to nothing, which no"
+    ):
         tuned(script)
     assert whole.runs == 1
 
