@@ -276,8 +276,9 @@ class Flushing(OutsideOfModules):
         whole, flushed = Stats(4), Stats(4, zeros=1)
         broken = Stats(4, nonfinite=1)
         operations = between(("view", whole, whole), ("_softmax", flushed, whole), ("log", broken, flushed))
-        forward = [entry for entry in outcome.readings[1] if entry.direction == "forward"]
-        return replace(outcome, readings={1: (*forward, *operations)})
+        (step,) = outcome.readings
+        forward = [entry for entry in outcome.readings[step] if entry.direction == "forward"]
+        return replace(outcome, readings={step: (*forward, *operations)})
 
 
 def test_what_flushes_in_front_of_an_operation_that_fails_is_asked_and_no_module_is_blamed():
@@ -312,6 +313,54 @@ class Breaking(Pretended):
                 operation = Reading("layer3", "Linear", "mul", "forward", 0, "bfloat16", broken, finite, None, "")
                 readings[step] = among(readings[step], operation)
         return replace(outcome, readings=readings)
+
+
+def test_no_operation_is_blamed_before_modules_where_these_were_not_compared_in_the_step_that_fails():
+    class OfStepFive(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            fails = trial.settings.dtype != "float32" and "module:layer3" not in trial.settings.deny
+            losses = (1.0, 0.9, 0.8, 0.7, math.inf if fails else 0.6)[: trial.steps]
+            mul = between(("mul", Stats(4, nonfinite=1) if fails else Stats(4), Stats(4)))
+            mul = [replace(entry, module="layer3") for entry in mul] if trial.watching.operations else []
+            readings = {step: among(own, *mul) for step, own in outcome.readings.items()}
+            return replace(outcome, losses=losses, readings=readings)
+
+    policy, _ = tuned(OfStepFive(()), steps=5)
+    assert [choice.entry for choice in policy.deny] == ["module:layer3"]
+
+
+class Late(Pretended):
+    """Stands for a script in which `mul` behind `layer3` overflows in the second step, and breaks `layer4`."""
+
+    def __init__(self):
+        super().__init__(())
+
+    def __call__(self, trial):
+        outcome = super().__call__(trial)
+        kept = {"mul", "module:layer3"}.intersection(trial.settings.deny)
+        if trial.settings.dtype == "float32" or (kept and not trial.watching.operations):
+            wide = between(("mul", Stats(4, largest=9e4), Stats(4)))
+            return replace(outcome, readings={step: self.among(wide, own) for step, own in outcome.readings.items()})
+        broken = Stats(4, nonfinite=1)
+        mul = between(("mul", Stats(4, largest=9e4) if kept else broken, Stats(4)))
+        mul = [replace(entry, dtype="float32") for entry in mul] if kept else mul
+        second = [
+            replace(entry, value=broken) if entry.module == "layer4" and not kept else entry
+            for entry in outcome.readings.get(2, ())
+        ]
+        readings = {**outcome.readings, **({2: self.among(mul, second)} if second else {})}
+        return replace(outcome, losses=(1.0, 0.5 if kept else math.inf)[: trial.steps], readings=readings)
+
+    def among(self, operations, readings):
+        return (*readings[:4], *operations, *readings[4:])
+
+
+def test_what_fails_is_looked_for_in_the_step_that_fails():
+    policy, _ = tuned(Late())
+    assert [(choice.entry, choice.reason) for choice in policy.deny] == [
+        ("mul", "fails in bfloat16, outside of modules; without this entry the loss is not finite")
+    ]
 
 
 def test_operations_that_would_do_in_place_of_a_module_are_named():
@@ -440,6 +489,18 @@ def test_updates_that_are_lost_in_float32_as_well_end_the_search(unchanged):
         tuned(script)
 
 
+def test_what_the_script_loses_by_itself_in_float32_as_well_ends_the_search():
+    def script(trial):
+        return replace(whole(trial), mistakes=("a.py:7: most updates round to nothing. Store it in float32.",))
+
+    whole = Pretended(())
+    with pytest.raises(
+        ampx.TrialError, match=r"fails in float32 itself: a\.py:7: most updates round to nothing, which no"
+    ):
+        tuned(script)
+    assert whole.runs == 1
+
+
 @pytest.mark.parametrize(
     ("prepare_finds_modules", "sensitive", "lines"),
     [(True, ("layer3",), 2), (True, (), 1), (False, ("layer3",), 1)],
@@ -526,6 +587,21 @@ def test_precision_is_not_blamed_where_runs_in_float32_differ():
 
     with pytest.raises(ampx.TrialError, match=r"Two runs of a\.py in float32 have different losses"):
         tuned(DrawnAnew(()))
+
+
+@pytest.mark.parametrize(("noise", "kept"), [(0.0, ["module:layer3"]), (0.002, [])])
+def test_what_eight_times_the_noise_of_float32_explains_is_blamed_on_no_module(noise, kept):
+    class Noisy(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            again = self.runs == 5  # in float32: once watched, twice rounded, and once in low precision before
+            losses = [loss * (1 + noise * again) if loss < 5.0 else 0.51 for loss in outcome.losses]
+            return replace(outcome, losses=tuple(losses), readings=Pretended(())(trial).readings)
+
+    policy, report = tuned(Noisy(("layer3",)), tolerance=None)
+    assert policy.tolerance == 2**-5
+    assert [choice.entry for choice in policy.deny] == kept
+    assert any("differ from run to run in float32, by 0.2 %" in note for note in report["notes"]) == bool(noise)
 
 
 def test_float32_is_repeated_with_the_same_steps_watched():
