@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 from ampx.formats import FORMATS, Format
 
 from .batch import Refusal, Seen
-from .compare import listed_names
+from .compare import listed_names, unscaled
 from .operations import family, normalised
 from .places import (
     WRONG,
@@ -22,6 +22,7 @@ from .places import (
     flushes,
     is_low,
     is_mask_constant,
+    is_wrong,
     key_of,
     masked_whole,
     outermost,
@@ -48,15 +49,18 @@ Kind = Literal[
     "learning rate",
     "model",
 ]
-# Weights that training keeps in bounds are smaller by far; inputs, too.
+# Weights that training keeps in bounds are smaller by far.
 LARGE_WEIGHT: Final = 1e4
-LARGE_INPUT: Final = 1e15
+# The square of more overflows.
+LARGE_INPUT: Final = math.sqrt(FORMATS["float32"].largest)
 # Of a gradient that flushes so large a share nothing is trained.
 MOST: Final = 0.5
 # An operation that reads a variable, as `normalised` has it.
 _READ: Final = "readvariable"
 # A difference, whatever its sign was; and powers, whose derivative at zero is infinite where the exponent is below 1.
 _DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "add", "addv", "plus", "addn"})
+# What bounds numbers from below.
+_BOUNDS: Final = frozenset({"clamp", "clampmin", "clip", "clipbyvalue", "maximum", "max"})
 # Of finite numbers NaN for 0/0 only.
 _QUOTIENTS: Final = frozenset({"div", "divide", "truedivide", "realdiv", "rdiv"})
 _POWERS: Final = frozenset({"pow", "power", "rpower", "powx"})
@@ -104,6 +108,7 @@ class Growth:
         module: Its name.
         before: The loss in float32 then.
         loss: The loss in float32 now.
+        untrained: The loss of the same batch with the weights of the first step, which is finite; None for unknown.
     """
 
     since: int
@@ -111,14 +116,20 @@ class Growth:
     module: str
     before: float
     loss: float
+    untrained: float | None = None
 
     def __str__(self) -> str:
         """Return it as a sentence, without its full stop."""
         module = f"module {self.module!r}" if self.module else "the model"
+        weights = (
+            "its weights may have grown"
+            if self.untrained is None
+            else f"its weights have grown, and with those of the first step the loss is {self.untrained:.3g}"
+        )
         return (
             f"training diverges, in float32 too: there the loss has grown from {self.before:.3g} to {self.loss:.3g} "
             f"since step {self.since}, and what {module} returns {self.factor:.2g}-fold, of a batch of the same size: "
-            f"its weights have grown"
+            f"{weights}"
         )
 
 
@@ -158,10 +169,17 @@ class Case:
         return f"{reference.value.largest:.4g} in float32" if reference else f"up to {inputs.largest:.4g} before"
 
     @property
+    def divides_by_zero(self) -> bool:
+        """Whether a divisor is zero: a zero that is divided by anything else is zero."""
+        place = self.place
+        if place.value.nan and normalised(place.operation) in _QUOTIENTS:
+            return True  # 0/0
+        held = self.reference is not None and not self.beyond  # so that only zero makes infinities
+        return place.inputs.zeros > (0 if held else place.value.zeros)
+
+    @property
     def new_zeros(self) -> bool:
         """Whether inputs are zero that are not zero in float32; where nothing is known of float32, any."""
-        if self.place.value.nan and normalised(self.place.operation) in _QUOTIENTS:
-            return True  # 0/0, however many zeros there were
         if self.reference is None:
             return self.place.inputs.zeros > 0
         return self.place.inputs.zeros > self.reference.inputs.zeros
@@ -169,18 +187,44 @@ class Case:
     @property
     def cancelled(self) -> Reading | None:
         """The difference that became zero or negative: the dtype holds what it is in float32, and not its terms."""
-        lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact))
-        entry, exact = next(lost, (self.place, Stats()))
+        lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact.value))
+        entry, exact = next(lost, (self.place, self.place))
         is_difference = normalised(entry.operation) in _DIFFERENCES and entry is not self.place
-        return entry if is_difference and exact.smallest >= self.form.smallest else None
+        return entry if is_difference and exact.value.smallest >= self.form.smallest else None
 
-    def _own_pairs(self) -> Iterator[tuple[Reading, Stats]]:
-        """Walk over the other values of the same module in the forward pass, each with what it is in float32."""
+    @property
+    def flushed(self) -> tuple[Reading, Reading] | None:
+        """What the first operation before the place returns that the dtype flushes, and what that is in float32."""
+        lost = ((entry, exact) for entry, exact in self._own_pairs() if entry.value.zeros > exact.value.zeros)
+        return next(
+            (pair for pair in lost if pair[0].operation and pair[1].value.smallest <= self.form.flushes_to), None
+        )
+
+    @property
+    def flushes_a_constant(self) -> bool:
+        """Whether a constant that was added, or that bounds from below, is zero in the dtype."""
+        return any(
+            entry.value.zeros > exact.value.zeros and 0 < _added_constant(exact) <= self.form.flushes_to
+            for entry, exact in self._own_pairs()
+        )
+
+    def has_new_zeros(self, entry: Reading) -> bool:
+        """Whether a value of the forward pass was computed from zeros that are none in float32, as far as is known."""
+        exact = (self.healthy or {}).get(key_of(entry))
+        return entry.inputs.zeros > (0 if exact is None else exact.inputs.zeros)
+
+    def _own_pairs(self) -> Iterator[tuple[Reading, Reading]]:
+        """Walk over values of the same module, in the forward pass before the place, each with that of float32.
+
+        Casts are numbered otherwise there.
+        """
         for entry in self.readings:
+            if entry is self.place:
+                return
             exact = (self.healthy or {}).get(key_of(entry))
-            own = entry.module == self.place.module and entry.direction == "forward" and entry is not self.place
-            if own and exact is not None:
-                yield entry, exact.value
+            own = entry.module == self.place.module and entry.direction == "forward"
+            if own and exact is not None and family(entry.operation) != "cast":
+                yield entry, exact
 
     @property
     def beyond(self) -> bool:
@@ -191,6 +235,13 @@ class Case:
         return bool(self.reference.value.overflowed) or self.reference.value.largest * scale > self.form.largest
 
 
+def _added_constant(entry: Reading) -> float:
+    """Return by how much the lowest number grows by a constant; 0 where an operation has none, or several tensors."""
+    alone = entry.inputs.elements <= entry.value.elements + 1
+    constant = alone and normalised(entry.operation) in _DIFFERENCES | _BOUNDS
+    return entry.value.lowest - entry.inputs.lowest if constant else 0.0
+
+
 def _loses(value: Stats, exact: Stats) -> bool:
     """Return whether a value is zero or negative where it is not in float32."""
     return value.lowest < 0 <= exact.lowest or value.zeros > exact.zeros
@@ -199,7 +250,9 @@ def _loses(value: Stats, exact: Stats) -> bool:
 def _cause(case: Case) -> Cause:
     """Return the kind and a sentence, of a place whose inputs are finite: the first cause that fits."""
     causes = (find(case) for find in (_mask, _derivative_at_zero, _division, _negative, _logarithm, _sum, _overflow))
-    return next(filter(None, causes), ("model", "it is not finite in float32, either, with finite inputs and weights"))
+    inputs = case.place.inputs
+    of_finite = ", with finite inputs" if inputs.elements and not inputs.nonfinite else ""
+    return next(filter(None, causes), ("model", f"it is not finite in float32, either{of_finite}"))
 
 
 def _mask(case: Case) -> Cause | None:
@@ -221,17 +274,20 @@ def _derivative_at_zero(case: Case) -> Cause | None:
 
 def _division(case: Case) -> Cause | None:
     dtype, reference = case.dtype, case.reference
-    if family(case.place.operation) != "division" or not case.new_zeros:
+    if family(case.place.operation) != "division" or not case.divides_by_zero:
         return None
     if reference is None:
         return "division", "it divides by zero"
     # What the dtype flushes is zero whatever was subtracted before.
     if case.cancelled is not None and reference.inputs.smallest > case.form.flushes_to:
         return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
-    return "epsilon", (
+    why = (
         f"the divisor is zero in {dtype}, whose smallest number is {case.form.smallest:.2g}; in float32 it is not, for "
         f"there the smallest input is {reference.inputs.smallest:.2g}"
     )
+    if case.flushes_a_constant:
+        return "epsilon", why
+    return "division", f"{why}{_of_flushed(case)}"
 
 
 def _negative(case: Case) -> Cause | None:
@@ -277,14 +333,14 @@ def _overflow(case: Case) -> Cause | None:
         return None
     return "overflow", (
         f"it is not finite in {case.dtype}, whose largest number is {case.form.largest:.5g}, and is {case.exact_size}: "
-        f"a part of it is beyond the dtype"
+        f"a part of it may be beyond the dtype"
     )
 
 
 def _forward_at_zero(case: Case) -> Reading | None:
     """Return the root or logarithm of zero, in the forward pass, that a failing backward belongs to."""
     forward = (entry for entry in case.readings if entry.direction == "forward" and entry.module == case.place.module)
-    return next((entry for entry in forward if entry.inputs.zeros and _differentiated(entry, case.place)), None)
+    return next((entry for entry in forward if case.has_new_zeros(entry) and _differentiated(entry, case.place)), None)
 
 
 def _differentiated(entry: Reading, place: Reading) -> bool:
@@ -292,6 +348,15 @@ def _differentiated(entry: Reading, place: Reading) -> bool:
     same_line = not (entry.place and place.place) or entry.place == place.place
     power = {normalised(entry.operation), normalised(place.operation)} <= _POWERS
     return same_line and (power or family(entry.operation) in ("root", "logarithm"))
+
+
+def _of_flushed(case: Case) -> str:
+    """Return which operation before the place makes zeros; "" where none is seen that does."""
+    if case.flushed is None:
+        return ""
+    entry, exact = case.flushed
+    where = f" ({entry.place})" if entry.place else ""
+    return f"; operation {entry.operation}{where} rounds numbers down to {exact.value.smallest:.2g} to zero"
 
 
 def _of_difference(entry: Reading, dtype: str) -> str:
@@ -404,6 +469,28 @@ def first_flushed(seen: Seen, exact: Mapping[Key, Reading]) -> int | None:
     return None
 
 
+def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Fault | None:
+    """Return the first gradient of a value that is wrong, of a batch whose forward pass is right; None for none."""
+    exact = {key_of(entry): entry for entry in reference.readings}
+    readings = unscaled(low.readings, scale)
+    wrong = (
+        position
+        for position, entry in enumerate(readings)
+        if entry.direction == "backward" and is_wrong(entry, exact.get(key_of(entry)), dtype, position)
+    )
+    position = next(wrong, None)
+    if position is None:
+        return None
+    place, other = low.readings[position], exact[key_of(readings[position])]
+    flushed = flushes(place.value, other.value) and other.value.smallest * scale <= FORMATS[dtype].flushes_to
+    few = "the dtype's smallest number is too large" if flushed else f"{FORMATS[dtype].bits} bits of significand are too few"
+    why = (
+        f"in the {Place.of(place)}, the gradient is off by {error_of(readings[position], other):.2g} of its norm: {few} "
+        f"for the numbers that it is computed of; what the forward pass computes in this step agrees with float32's"
+    )
+    return Fault("flush" if flushed else "digits", why, low.readings, position)
+
+
 def _of_hand(reference: Seen) -> Fault | None:
     """Say that the script itself casts to a dtype what this cannot hold; None where it does not, or without harm."""
     position = overflow_by_hand(reference.readings)
@@ -449,7 +536,7 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
     kind: Kind
     if place.value.nonfinite:
         kind, why = _cause(Case(place, other, dtype, low.readings, healthy=exact))
-    elif flushes(place.value, before) and not _cancels(place, other):
+    elif flushes(place.value, before) and not _cancels(place, other, FORMATS[dtype]):
         kind = "flush"
         form = FORMATS[dtype]
         holds_none = f", whose smallest number is {form.smallest:.2g}" if before.smallest <= form.flushes_to else ""
@@ -461,19 +548,27 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
         kind = "digits"
         why = (
             f"the value is off by {error_of(place, other):.2g} of its norm: {FORMATS[dtype].bits} bits of significand "
-            f"are too few for the numbers that it is the difference or the sum of"
+            f"are too few for the numbers that it is {'the difference or the sum' if _adds(place) else 'computed'} of"
         )
     why = f"in the {Place.of(place)}, {why}; the loss stays finite, {percent(error)} from float32's"
     return Fault(kind, why, low.readings, position, stays_finite=True)
 
 
-def _cancels(place: Reading, exact: Reading | None) -> bool:
-    """Return whether a value is zero because its terms were equal: no sum of two numbers is too small for their dtype.
+def _adds(place: Reading) -> bool:
+    """Return whether a value may be a sum or a difference: all but those of operations of which it is known."""
+    word = normalised(place.operation)
+    return not word or word in _DIFFERENCES or family(place.operation) in ("sum", "matmul", "norm", "loss")
 
-    A sum is a multiple of the last digit of its smaller term. Terms that were zero before have been flushed.
+
+def _cancels(place: Reading, exact: Reading | None, form: Format) -> bool:
+    """Return whether a value is zero of rounded inputs, and not because it is too small for its dtype.
+
+    No sum of two numbers is too small: it is a multiple of the last digit of its smaller term. Nor is what the dtype
+    holds. Inputs that were zero before have been flushed; of a module it is not known what it computes.
     """
     flushed = exact is not None and flushes(place.inputs, exact.inputs)
-    return normalised(place.operation) in _DIFFERENCES and not flushed
+    held = exact is not None and bool(place.operation) and exact.value.smallest > form.flushes_to
+    return not flushed and (held or normalised(place.operation) in _DIFFERENCES)
 
 
 # -- float32 fails, too ------------------------------------------------------------------------------------------------
@@ -482,12 +577,18 @@ def _cancels(place: Reading, exact: Reading | None) -> bool:
 def _of_float32(reference: Seen, growth: Growth | None) -> Fault:
     """Say why a batch fails in float32: the first of these that fits."""
     position = first_failing(reference.readings, None)
-    for find in (_broken_weights, _cast_by_hand, _masked_row, _received, _diverged, _large_weights, _large_data):
+    of_place = None if position is None else _at_place(reference, position)
+    for find in (_broken_weights, _cast_by_hand, _masked_row, _received, _diverged):
         fault = find(reference, position, growth)
         if fault is not None:
             return fault
-    if position is None:
-        return Fault("model", "the loss or a gradient is not finite in float32, either")
+    if of_place is None or of_place.kind == "model":  # no number of another size would help what the operation does
+        fault = _large_weights(reference, position) or _large_data(reference, position)
+    return fault or of_place or Fault("model", "the loss or a gradient is not finite in float32, either")
+
+
+def _at_place(reference: Seen, position: int) -> Fault:
+    """Say why an operation fails in float32."""
     place = reference.readings[position]
     kind, why = _cause(Case(place, None, "float32", reference.readings, float32_fails=True))
     return Fault(kind, f"in the {Place.of(place)}, {why}; float32 fails, too", reference.readings, position)
@@ -528,18 +629,30 @@ def _received(reference: Seen, position: int | None, growth: Growth | None) -> F
     if not place.inputs.nonfinite or not (came_with_it or _nothing_computed(reference.readings[:position])):
         return None
     if model is not None and not came_with_it:
-        return _broken_parameter(reference, position, place)
+        return _own_infinities(reference, position, place) or _broken_parameter(reference, position, place)
+    kept = "" if came_with_it else ", or are what a former step left"
     why = (
         f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {Place.of(place)} are not finite, and "
-        f"nothing before it computed them: they came with the batch"
+        f"nothing before it computed them: they came with the batch{kept}"
     )
     return Fault("data", why, reference.readings, position)
+
+
+def _own_infinities(reference: Seen, position: int | None, place: Reading) -> Fault | None:
+    """Say that an operation makes NaN of infinities that no optimizer writes: a mask is multiplied by zero, say."""
+    if place.inputs.nan or not place.value.nan or family(place.operation) in ("matmul", "norm"):
+        return None
+    why = (
+        f"in the {Place.of(place)}, {place.inputs.nonfinite} of {place.inputs.elements} inputs are infinite, which are "
+        f"the module's own, as those of a mask: it makes NaN of them, in float32, too"
+    )
+    return Fault("mask", why, reference.readings, position)
 
 
 def _broken_parameter(reference: Seen, position: int | None, place: Reading) -> Fault:
     why = (
         f"what the {Place.of(place)} reads is not finite, and neither its inputs nor those of the model are to blame: "
-        f"a former step wrote inf or NaN to the weights"
+        f"a former step may have written inf or NaN to the weights"
     )
     return Fault("weights", why, reference.readings, position)
 
@@ -553,7 +666,7 @@ def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> F
     return None if growth is None else Fault("learning rate", str(growth), reference.readings, position)
 
 
-def _large_weights(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+def _large_weights(reference: Seen, position: int | None) -> Fault | None:
     largest = {name: stats.largest for name, stats in reference.replayed.parameters.items()}
     name = max(largest, key=lambda name: largest[name], default="")
     if not name or largest[name] <= LARGE_WEIGHT:
@@ -565,7 +678,7 @@ def _large_weights(reference: Seen, position: int | None, growth: Growth | None)
     return Fault("learning rate", why, reference.readings, position)
 
 
-def _large_data(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+def _large_data(reference: Seen, position: int | None) -> Fault | None:
     received = (entry for entry in reference.readings if entry.inputs.elements)
     entry = outermost(reference.readings) or next(received, None)
     if entry is None or entry.inputs.largest <= LARGE_INPUT:

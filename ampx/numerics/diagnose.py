@@ -14,7 +14,7 @@ from ampx.formats import FORMATS, digits_of
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
-from .causes import Fault, Growth, Kind, find_fault, refusal_fault
+from .causes import Fault, Growth, Kind, find_fault, gradient_fault, refusal_fault
 from .chain import Link, chain
 from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search
@@ -220,6 +220,7 @@ def examined(
     growth: Growth | None = None,
     compared: Callable[[], Seen] | None = None,
     prepare_finds_modules: bool = False,
+    parts: bool = False,
 ) -> Diagnosis:
     """Say where a batch first fails, and why.
 
@@ -232,6 +233,7 @@ def examined(
         growth: How far training has diverged in float32, if it has.
         compared: Returns what changes are compared with, as `Search` takes it; None for `reference`.
         prepare_finds_modules: As in `ampx.Backend`, for the lines that are advised.
+        parts: Training is wrong at this batch, whatever the batch itself computes: gradients of former ones were wrong.
     """
     compared = functools.cache(compared or (lambda: reference))
     trial = None if again is None or not reference.finite else _Trials(again, compared)
@@ -246,6 +248,11 @@ def examined(
             trial = trial.settled()
             fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
     seen = low if isinstance(low, Seen) else None
+    if fault is None and seen is not None and parts:
+        wrong = gradient_fault(seen, reference, dtype, scale)
+        diagnosis = _concluded(wrong, seen, reference, dtype, scale, trial, prepare_finds_modules)
+        if diagnosis.deny:  # nothing else shows that these gradients are why training is wrong
+            return diagnosis
     return _concluded(fault, seen, reference, dtype, scale, trial, prepare_finds_modules)
 
 

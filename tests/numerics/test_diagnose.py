@@ -62,10 +62,10 @@ def in_both(operation, inputs, compute, dtype="float16"):
         ("aten::exp", [20.0], np.exp, "overflow"),
         ("sum", [30_000.0] * 8, lambda x: x.sum(keepdims=True), "sum"),
         ("reduce_sum", [30_000.0] * 8, lambda x: x.sum(keepdims=True), "sum"),
-        ("Rsqrt", [1e-8, 1.0], lambda x: 1 / np.sqrt(x), "epsilon"),
-        ("_npi_true_divide", [1e-8, 1.0], lambda x: x[1:] / x[:1], "epsilon"),
-        ("RealDiv", [1e-8, 0.0], lambda x: x[1:] / x[:1], "epsilon"),
-        ("div", [1e-8, 1.0], lambda x: x[1:] / x[:1], "epsilon"),
+        ("Rsqrt", [1e-8, 1.0], lambda x: 1 / np.sqrt(x), "division"),
+        ("_npi_true_divide", [1e-8, 1.0], lambda x: x[1:] / x[:1], "division"),
+        ("RealDiv", [1e-8, 0.0], lambda x: x[1:] / x[:1], "division"),
+        ("div", [1e-8, 1.0], lambda x: x[1:] / x[:1], "division"),
         ("masked_fill", [1.0, -1e9], lambda x: x, "mask"),
         ("SelectV2", [1.0, float(np.finfo(np.float32).min)], lambda x: x, "mask"),
         ("log", [1e-9, 0.5], np.log, "logarithm"),
@@ -83,11 +83,41 @@ def test_an_operation_that_fails_only_in_low_precision_is_named_with_its_cause(o
     assert "net.py:7" in str(diagnosis)
 
 
-def test_a_quotient_of_zeros_is_an_epsilon_though_rounding_has_moved_other_zeros():
+def test_a_quotient_of_zeros_is_a_division_though_rounding_has_moved_other_zeros():
     """A ReLU before it may give one zero less in low precision, so that counts of zeros are equal."""
     low = read("div", [0.0, 1.0, 0.0, 2.0], [math.nan, 0.5])
     exact = read("div", [0.0, 0.0, 1e-4, 2.0], [0.0, 0.0], dtype="float32")
-    assert diagnosed(seen(low, loss=math.nan), seen(exact), "float16").kind == "epsilon"
+    assert diagnosed(seen(low, loss=math.nan), seen(exact), "float16").kind == "division"
+
+
+@pytest.mark.parametrize(
+    ("operation", "inputs", "value", "kind"),
+    [
+        ("add", [0.0, 1.0], [1e-8, 1.0], "epsilon"),
+        ("_plus_scalar", [1e-12, 1.0], [1.001e-9, 1.0], "epsilon"),
+        ("AddV2", [0.0, 1.0, 1e-8], [1e-8, 1.0], "epsilon"),  # the constant is a tensor
+        ("clamp_min", [0.0, 1.0], [1e-12, 1.0], "epsilon"),
+        ("mul", [1e-4, 1.0], [1e-8, 1.0], "division"),  # of 1e-4 and 1e-4
+        ("add", [4e-9, 0.5, 6e-9, 0.5], [1e-8, 1.0], "division"),  # of two tensors
+        ("add", [-1.0, 1.0], [1e-9, 2.0], "division"),  # 1 is added
+    ],
+)
+def test_an_epsilon_is_a_constant_that_rounds_to_zero(operation, inputs, value, kind):
+    exact = [read(operation, inputs, value, dtype="float32"), read("div", [*value, 5.0], [5e8, 5.0], dtype="float32")]
+    low = [read(operation, round_to(inputs, "float16"), [0.0, 1.0]), read("div", [0.0, 1.0, 5.0], [math.inf, 5.0])]
+    diagnosis = diagnosed(seen(*low, loss=math.inf), seen(*exact), "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == (kind, "div")
+    flushed = f"operation {operation} (net.py:7) rounds numbers down to {value[0]:.2g} to zero"
+    assert (flushed in diagnosis.why) == (kind == "division")
+
+
+def test_what_is_divided_may_be_zero_where_the_divisor_is_not():
+    """`x / 1e-5` of an `x` some of which flushes: what is infinite is too large."""
+    exact = read("div", [1e-9, 10.0], [1e-4, 1e6], dtype="float32")
+    low = read("div", [0.0, 10.0], [0.0, math.inf])
+    diagnosis = diagnosed(seen(low, loss=math.inf), seen(exact), "float16")
+    assert diagnosis.kind == "overflow"
+    assert "the value, 1e+06 in float32, is beyond" in diagnosis.why
 
 
 def test_a_cast_that_overflows_is_an_overflow_though_float32_has_no_such_cast():
@@ -151,6 +181,56 @@ def test_precision_is_innocent_where_float32_fails_too(run, kind):
     untried = diagnosis.advice.startswith("# may cure it, and was not tried:\n")
     assert untried == (kind not in ("data", "model"))
     assert json.loads(json.dumps(diagnosis.to_json(), allow_nan=False))["precision_is_innocent"]
+
+
+def test_large_numbers_are_not_why_float32_takes_the_logarithm_of_zero():
+    for operation, value, kind in (("log", -math.inf, "logarithm"), ("square", math.inf, "data")):
+        large = exact("matmul", [1e25], [1.0])
+        broken = exact(operation, [0.0, 1.0], [value, 0.0])
+        assert diagnosed(*2 * [seen(large, broken, weights=[1.0], **FAILS)], "float16").kind == kind
+        heavy = seen(broken, weights=[1e30], **FAILS)
+        assert diagnosed(heavy, heavy, "float16").kind == ("learning rate" if kind == "data" else kind)
+
+
+def test_inputs_whose_squares_float32_holds_are_not_too_large():
+    run = seen(exact("matmul", [1e18], [math.inf]), **FAILS)
+    assert diagnosed(run, run, "float16").kind == "model"
+
+
+def test_missing_readings_that_are_replaced_are_not_why_float32_fails():
+    missing = [exact("sub", [1.0, math.nan], [0.5, math.nan]), exact("nan_to_num", [0.5, math.nan], [0.5, 0.0])]
+    run = seen(*missing, exact("log", [0.0, 1.0], [-math.inf, 0.0]), **FAILS)
+    diagnosis = diagnosed(run, run, "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("logarithm", "log")
+    # What one column is made of says nothing of the others.
+    run = seen(*missing, exact("mean", [0.5, math.nan], [math.nan]), **FAILS)
+    diagnosis = diagnosed(run, run, "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("data", "sub")
+    assert "came with the batch, or are what a former step left" in diagnosis.why  # no model received them
+
+
+@pytest.mark.parametrize(
+    ("operation", "inputs", "kind"),
+    [
+        ("mul", [-math.inf, 0.0], "mask"),  # a mask times a gate that is zero
+        ("mul", [math.nan, 0.0], "weights"),
+        ("addmm", [math.inf, 0.0], "weights"),
+    ],
+)
+def test_infinities_of_a_module_are_a_mask_where_no_weight_is_read(operation, inputs, kind):
+    network = exact("", [1.0], [math.nan], module="")
+    run = seen(exact(operation, inputs, [math.nan, 0.0]), network, **FAILS)
+    diagnosis = diagnosed(run, run, "float16")
+    assert diagnosis.kind == kind
+    assert ("may have written" in diagnosis.why) == (kind == "weights")
+
+
+def test_a_root_of_zeros_that_float32_has_too_is_not_why_a_gradient_overflows():
+    root = read("sqrt", [0.0, 1.0], [0.0, 1.0])
+    back = {"direction": "backward", "module": "block"}
+    low = seen(root, read("div", [1.0], [math.inf], **back), gradients=[math.inf])
+    sound = seen(exact("sqrt", [0.0, 1.0], [0.0, 1.0]), exact("div", [1.0], [1e5], **back))
+    assert diagnosed(low, sound, "float16", settled=low).kind == "overflow"
 
 
 def test_risks_are_constants_and_losses_in_low_precision_and_no_shapes():
@@ -286,9 +366,11 @@ def test_values_that_flush_to_zero_and_digits_that_cancel_are_named_though_the_l
     assert (flushed.kind, flushed.first_nonfinite.operation) == ("flush", "mul")
     assert "2 of 2 elements are zero in float16" in flushed.why
     assert "whose smallest number is 6e-08" in flushed.why
-    large = seen(sampled("norm", module, module, "float32"), sampled("", module, module, "float32"))
-    low = seen(sampled("norm", module, 0 * module), sampled("", module, 0 * module))
-    assert "smallest number" not in diagnosed(low, large, "float16").why  # float16 holds 1 and 2
+    large = seen(sampled("floor", module, module, "float32"), sampled("", module, module, "float32"))
+    low = seen(sampled("floor", 0.99 * module, 0 * module), sampled("", module, 0 * module))
+    rounded = diagnosed(low, large, "float16")
+    assert (rounded.kind, rounded.first_nonfinite.operation) == ("digits", "floor")  # float16 holds 1 and 2
+    assert "too few for the numbers that it is computed of" in rounded.why
     low = seen(sampled("sub", [4096.0], [1.0, 3.0]), sampled("", [1.0], 1.5 * module))
     exact = seen(sampled("sub", [4096.0], [1.0, 2.0], "float32"), sampled("", [1.0], module, "float32"))
     cancelled = diagnosed(low, exact, "float16")
