@@ -355,3 +355,34 @@ def test_nothing_failed_is_not_said_of_losses_that_part_from_those_of_float32():
 def test_of_skipped_steps_the_first_in_the_last_row_is_looked_at_where_no_loss_scale_is_why():
     diagnosis, result = trains((1.0,) * 6, (1.0,) * 6, skipped=(1, 4, 5, 6))
     assert (result["step"], result["fault"], diagnosis.kind) == (4, "skipped", "overflow")
+
+
+@pytest.mark.parametrize(
+    ("untrained", "skipped", "kind", "words"),
+    [
+        (1.5, [1, 2], "learning rate", "its weights have grown, and with those of the first step the loss is 1.5"),
+        (math.nan, [1, 2], "overflow", "beyond"),  # the batch is as large, whatever the weights are
+        (1.5, [2], "learning rate", "its weights may have grown"),  # for step 1 was made
+    ],
+)
+def test_weights_have_grown_only_if_the_batch_is_healthy_with_those_of_the_first_step(untrained, skipped, kind, words):
+    def run(trial):
+        dtype, constant = trial.settings.dtype, trial.settings.loss_scale == 2.0**127
+        last, output = (untrained, 1.0) if constant else (50.0, 7e4) if dtype == "float32" else (math.nan, math.inf)
+        optimizer = {"kind": "SGD", "place": "", "scales": [], "initial_scale": 1.0}
+        optimizer["skipped"] = skipped if constant else []
+        facts = {"framework": "toy", "device": "cpu", "level": "O1", "reason": "", "meters": [], "notes": []}
+        facts |= {"dtype": dtype, "steps": 2, "optimizers": [optimizer]}
+        received = Stats(1, largest=1.0, smallest=1.0, lowest=1.0)
+        finite = Stats(1, largest=output, smallest=output, lowest=output, overflowed=int(output > 65504))
+        value = finite if math.isfinite(output) else Stats(1, nonfinite=1)
+        readings = {
+            step: (Reading("", "Net", "", "forward", 0, dtype, stats, received),)
+            for step, stats in ((1, received), (2, value))
+        }
+        return Outcome(facts, (1.0, last), readings=readings, watches=True)
+
+    options = {"framework": "toy", "at": 2, "run": run}
+    diagnosis, _ = diagnose_script(Program("train.py"), RunSettings("float16"), **options)
+    assert diagnosis.kind == kind
+    assert words in diagnosis.why
