@@ -78,8 +78,8 @@ class Fault:
         readings: Of the run that shows it.
         position: Of the failing place in these; None where no value tells.
         stays_finite: The loss is finite, and a value of the forward pass is wrong.
-        cancels: At the place a difference lost its digits: a module before it may have rounded them away. What the
-            dtype flushes is lost at the place, whichever module computed it.
+        cancels: At the place digits are missing, of a difference or of what it received: a module before it may have
+            rounded them away. What the dtype flushes is lost at the place, whichever module computed it.
         by_hand: The script itself casts there: float32 computes it in low precision, too, and no module of it can be
             kept in float32.
     """
@@ -185,6 +185,11 @@ class Case:
         return self.place.inputs.zeros > self.reference.inputs.zeros
 
     @property
+    def holds_inputs(self) -> bool:
+        """Whether no input is too small for the dtype: what is zero here has lost its digits."""
+        return self.reference is not None and self.reference.inputs.smallest > self.form.flushes_to
+
+    @property
     def cancelled(self) -> Reading | None:
         """The difference that became zero or negative: the dtype holds what it is in float32, and not its terms."""
         lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact.value))
@@ -279,11 +284,12 @@ def _division(case: Case) -> Cause | None:
     if reference is None:
         return "division", "it divides by zero"
     # What the dtype flushes is zero whatever was subtracted before.
-    if case.cancelled is not None and reference.inputs.smallest > case.form.flushes_to:
+    if case.cancelled is not None and case.holds_inputs:
         return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
+    smallest = "" if case.holds_inputs else f", whose smallest number is {case.form.smallest:.2g}"
     why = (
-        f"the divisor is zero in {dtype}, whose smallest number is {case.form.smallest:.2g}; in float32 it is not, for "
-        f"there the smallest input is {reference.inputs.smallest:.2g}"
+        f"the divisor is zero in {dtype}{smallest}; in float32 it is not, for there the smallest input is "
+        f"{reference.inputs.smallest:.2g}"
     )
     if case.flushes_a_constant:
         return "epsilon", why
@@ -304,7 +310,8 @@ def _logarithm(case: Case) -> Cause | None:
     reference = case.reference
     if family(case.place.operation) != "logarithm" or not case.new_zeros:
         return None
-    flushed = f"; in float32 it is {reference.inputs.smallest:.2g}, which {case.dtype} flushes" if reference else ""
+    flushes = "" if case.holds_inputs else f", which {case.dtype} flushes"
+    flushed = f"; in float32 it is {reference.inputs.smallest:.2g}{flushes}" if reference else ""
     if case.cancelled is not None:
         flushed = f": {_of_difference(case.cancelled, case.dtype)}"
     return "logarithm", f"it takes the logarithm of zero{flushed}"
@@ -417,7 +424,7 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
         return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
-    cancels = case.cancelled is not None
+    cancels = case.cancelled is not None or (kind in ("division", "logarithm") and case.holds_inputs)
     return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position, cancels=cancels)
 
 

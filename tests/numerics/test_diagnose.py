@@ -10,6 +10,7 @@ import pytest
 
 import ampx
 from ampx.numerics.batch import Refusal, Seen, in_one_line
+from ampx.numerics.causes import find_fault, gradient_fault
 from ampx.numerics.chain import chain
 from ampx.numerics.compare import padded
 from ampx.numerics.diagnose import diagnosed, examined
@@ -109,6 +110,18 @@ def test_an_epsilon_is_a_constant_that_rounds_to_zero(operation, inputs, value, 
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == (kind, "div")
     flushed = f"operation {operation} (net.py:7) rounds numbers down to {value[0]:.2g} to zero"
     assert (flushed in diagnosis.why) == (kind == "division")
+
+
+@pytest.mark.parametrize(("operation", "kind", "value"), [("log", "logarithm", -7.0), ("rsqrt", "division", 31.6)])
+@pytest.mark.parametrize(("smallest", "flushes"), [(1e-3, False), (1e-9, True)])
+def test_a_zero_is_too_small_a_number_only_where_the_dtype_has_no_smaller_one(operation, kind, value, smallest, flushes):
+    """What another module has made zero of numbers that float16 holds is not flushed."""
+    exact = read(operation, [smallest, 1.0], [value, 0.0], dtype="float32")
+    low = read(operation, [0.0, 1.0], [math.inf, 0.0])
+    fault = find_fault(seen(low, loss=math.inf), seen(exact), "float16", 1.0)
+    assert fault.kind == kind
+    assert ("flushes" in fault.why or "smallest number" in fault.why) == flushes
+    assert fault.cancels is not flushes  # so that the module before it is asked about
 
 
 def test_what_is_divided_may_be_zero_where_the_divisor_is_not():
@@ -568,3 +581,25 @@ def test_what_cures_a_step_and_not_those_behind_it_is_no_cure():
     assert str(diagnosis.experiments[0]).endswith("finite, 0 % from float32's, and the steps behind it fail")
     assert [entry.cures for entry in diagnosis.experiments] == [False] * (len(tried) - 1) + [True]
     assert diagnosis.advice == 'amp = ampx.init(dtype="bfloat16")'
+
+
+@pytest.mark.parametrize(
+    ("exact_gradient", "low_gradient", "kind", "words"),
+    [
+        ([4e-3, 2e-3], [0.0, 0.0], "digits", "off by 1 of its norm: 11 bits"),  # 1 - y * y of a y that is 1
+        ([4e-9, 2e-9], [0.0, 0.0], "flush", "off by 1 of its norm: the dtype's smallest number"),
+        ([4e-3, 2e-3], [4e-3, 2.1e-3], None, ""),
+    ],
+)
+def test_a_wrong_gradient_is_found_behind_a_forward_pass_that_is_right(exact_gradient, low_gradient, kind, words):
+    def run(gradient, dtype):
+        later = sampled("mul_backward", [1.0], [1.0, 1.0], dtype)
+        tanh = sampled("tanh_backward", [1.0], gradient, dtype)
+        backward = (replace(entry, direction="backward") for entry in (later, tanh))
+        return seen(sampled("tanh", [4.0], [1.0], dtype), *backward)
+
+    fault = gradient_fault(run(low_gradient, "float16"), run(exact_gradient, "float32"), "float16", 1.0)
+    assert (fault and fault.kind) == kind
+    if fault is not None:
+        assert fault.place.operation == "tanh_backward"
+        assert words in fault.why
