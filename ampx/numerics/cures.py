@@ -182,8 +182,9 @@ class Search:
     def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> str:
         """Return the module that lost what is missed at the place; "" where that is lost at the place itself.
 
-        It is another one if what was wrong there is right now, computed in the low precision as before. Or if the batch
-        is wrong in float32, too, once only that module rounds to the dtype's digits: no float32 behind it helps.
+        It is another one if what that returns was wrong already. Or if what was wrong at the place is right now,
+        computed in the low precision as before. Or if the batch is wrong in float32, too, once only that module rounds
+        to the dtype's digits: no float32 behind it helps.
 
         Args:
             kept: Modules that cure the batch.
@@ -196,7 +197,15 @@ class Search:
         if not loses or not ends or _is_part(self._place.module, kept):
             return ""
         producer = ends[-1]
-        return producer if self._mends_low(kept, seen) or self._fails_rounded(producer) else ""
+        is_to_blame = self._returns_wrong(producer) or self._mends_low(kept, seen) or self._fails_rounded(producer)
+        return producer if is_to_blame else ""
+
+    def _returns_wrong(self, module: str) -> bool:
+        """Return whether a module has returned what is off, before the place."""
+        exact = {key_of(entry): entry for entry in self._reference().readings}
+        before = self._fault.readings[: self._fault.position]
+        outputs = (entry for entry in before if entry.module == module and not entry.operation)
+        return any(error_of(entry, exact.get(key_of(entry))) > WRONG for entry in outputs)
 
     def _fails_rounded(self, module: str) -> bool:
         """Return whether the batch is wrong in float32, too, where only a module rounds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -134,12 +133,11 @@ def _come_of_masks(readings: Sequence[Reading], position: int) -> bool:
     """Return whether the infinities that a value receives are made by masks, or come as an input of a softmax."""
     broken = (other for other in readings[:position] if other.value.nonfinite)
     origins = {family(other.operation) for other in broken if not other.inputs.nonfinite}
-    # Of a bad batch a product makes NaN before a softmax does.
-    return (
-        origins == {"mask"}
-        if origins
-        else bool(re.search("softmax|attention", normalised(readings[position].operation)))
-    )
+    if origins:
+        return origins == {"mask"}
+    # Of a bad batch a product makes NaN before a softmax does, or a single infinity makes NaN of a row.
+    entry, operation = readings[position], normalised(readings[position].operation)
+    return "attention" in operation or ("softmax" in operation and entry.inputs.nonfinite >= entry.value.nan)
 
 
 def last_finite(readings: Sequence[Reading], position: int) -> Place | None:

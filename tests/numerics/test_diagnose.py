@@ -238,6 +238,12 @@ def test_infinities_of_a_module_are_a_mask_where_no_weight_is_read(operation, in
     assert ("may have written" in diagnosis.why) == (kind == "weights")
 
 
+@pytest.mark.parametrize(("inputs", "kind"), [([-math.inf] * 4, "mask"), ([1.0, 2.0, math.inf, 3.0], "data")])
+def test_a_row_is_masked_whole_only_if_as_much_of_it_is_infinite_as_becomes_nan(inputs, kind):
+    run = seen(exact("_softmax", inputs, [math.nan] * 4), **FAILS)
+    assert diagnosed(run, run, "float16").kind == kind
+
+
 def test_a_root_of_zeros_that_float32_has_too_is_not_why_a_gradient_overflows():
     root = read("sqrt", [0.0, 1.0], [0.0, 1.0])
     back = {"direction": "backward", "module": "block"}
