@@ -47,7 +47,7 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
         column.no_wrap = True
     console.print(table)
     if meters := meter_rows(report):
-        console.print(_table("Updates that round to nothing, gradients that flush to zero", METER_HEAD, meters))
+        console.print(_table("Updates that are rounded away, gradients that underflow to zero", METER_HEAD, meters))
     for name, facts in report["dtypes"].items():
         if facts["modules"] is not None:
             title = f"Largest relative errors in {name}"

@@ -74,7 +74,7 @@ class Fault:
 
     Attributes:
         kind: What it is.
-        why: A sentence, without its full stop.
+        why: A sentence: what failed, and why; without a capital letter and a full stop.
         readings: Of the run that shows it.
         position: Of the failing place in these; None where no value tells.
         stays_finite: The loss is finite, and a value of the forward pass is wrong.
@@ -122,14 +122,14 @@ class Growth:
         """Return it as a sentence, without its full stop."""
         module = f"module {self.module!r}" if self.module else "the model"
         weights = (
-            "its weights may have grown"
+            "and its weights may have grown"
             if self.untrained is None
-            else f"its weights have grown, and with those of the first step the loss is {self.untrained:.3g}"
+            else f"so its weights have grown: with those of the first step the loss is {self.untrained:.3g}"
         )
         return (
-            f"training diverges, in float32 too: there the loss has grown from {self.before:.3g} to {self.loss:.3g} "
-            f"since step {self.since}, and what {module} returns {self.factor:.2g}-fold, of a batch of the same size: "
-            f"{weights}"
+            f"training diverges, in float32, too: since step {self.since} the loss has grown there from "
+            f"{self.before:.3g} to {self.loss:.3g}, and the output of {module} by a factor of {self.factor:.2g} for a "
+            f"batch of the same size, {weights}"
         )
 
 
@@ -166,7 +166,9 @@ class Case:
     def exact_size(self) -> str:
         """How large the value is in float32, or what it was computed from."""
         reference, inputs = self.reference, self.place.inputs
-        return f"{reference.value.largest:.4g} in float32" if reference else f"up to {inputs.largest:.4g} before"
+        if reference is None:
+            return f"is computed from numbers of up to {inputs.largest:.4g}"
+        return f"is {reference.value.largest:.4g} in float32"
 
     @property
     def divides_by_zero(self) -> bool:
@@ -253,19 +255,22 @@ def _loses(value: Stats, exact: Stats) -> bool:
 
 
 def _cause(case: Case) -> Cause:
-    """Return the kind and a sentence, of a place whose inputs are finite: the first cause that fits."""
+    """Return the kind, and what is said of the value, of a place whose inputs are finite: the first cause that fits."""
     causes = (find(case) for find in (_mask, _derivative_at_zero, _division, _negative, _logarithm, _sum, _overflow))
     inputs = case.place.inputs
-    of_finite = ", with finite inputs" if inputs.elements and not inputs.nonfinite else ""
-    return next(filter(None, causes), ("model", f"it is not finite in float32, either{of_finite}"))
+    of_finite = ", though its inputs are" if inputs.elements and not inputs.nonfinite else ""
+    return next(filter(None, causes), ("model", f"is not finite{of_finite}"))
 
 
 def _mask(case: Case) -> Cause | None:
     stats = next((stats for stats in case.exact if is_mask_constant(stats, case.form.largest)), None)
     if stats is None:
         return None
-    bound = f"{case.dtype}'s lowest number, {-case.form.largest:.5g}"
-    return "mask", f"the constant {stats.lowest:.3g} is beyond {bound}: it is -inf"
+    return "mask", f"is -inf: {_constant_beyond(stats, case.dtype)}"
+
+
+def _constant_beyond(stats: Stats, dtype: str) -> str:
+    return f"the constant {stats.lowest:.3g} is below {dtype}'s lowest number, {-FORMATS[dtype].largest:.5g}"
 
 
 def _derivative_at_zero(case: Case) -> Cause | None:
@@ -273,7 +278,8 @@ def _derivative_at_zero(case: Case) -> Cause | None:
     if forward is None:
         return None
     return "logarithm", (
-        f"the derivative of {forward.operation} at zero is infinite, and {forward.inputs.zeros} of its inputs are zero"
+        f"is not finite: {forward.inputs.zeros} of {forward.inputs.elements} inputs of {forward.operation} are zero, "
+        f"where its derivative is infinite"
     )
 
 
@@ -282,13 +288,13 @@ def _division(case: Case) -> Cause | None:
     if family(case.place.operation) != "division" or not case.divides_by_zero:
         return None
     if reference is None:
-        return "division", "it divides by zero"
+        return "division", "is not finite: it divides by zero"
     # What the dtype flushes is zero whatever was subtracted before.
     if case.cancelled is not None and case.holds_inputs:
-        return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
+        return "digits", f"is not finite: it divides by zero, because {_of_difference(case.cancelled, dtype)}"
     smallest = "" if case.holds_inputs else f", whose smallest number is {case.form.smallest:.2g}"
     why = (
-        f"the divisor is zero in {dtype}{smallest}; in float32 it is not, for there the smallest input is "
+        f"is not finite: its divisor is zero in {dtype}{smallest}; in float32 its smallest input is "
         f"{reference.inputs.smallest:.2g}"
     )
     if case.flushes_a_constant:
@@ -300,21 +306,21 @@ def _negative(case: Case) -> Cause | None:
     place, reference = case.place, case.reference
     if family(place.operation) not in ("logarithm", "root") or place.inputs.lowest >= 0 or not place.value.nan:
         return None
-    what = f"it takes a logarithm or root of {place.inputs.lowest:.3g}, which"
+    what = f"is NaN: it takes the logarithm or root of a negative number, {place.inputs.lowest:.3g}"
     if reference is not None and reference.inputs.lowest >= 0 and case.cancelled is not None:
-        return "digits", f"{what} float32 does not have: {_of_difference(case.cancelled, case.dtype)}"
-    return "logarithm", f"{what} is negative"
+        return "digits", f"{what}, because {_of_difference(case.cancelled, case.dtype)}"
+    return "logarithm", what
 
 
 def _logarithm(case: Case) -> Cause | None:
     reference = case.reference
     if family(case.place.operation) != "logarithm" or not case.new_zeros:
         return None
-    flushes = "" if case.holds_inputs else f", which {case.dtype} flushes"
-    flushed = f"; in float32 it is {reference.inputs.smallest:.2g}{flushes}" if reference else ""
+    underflows = "" if case.holds_inputs else f" and underflows in {case.dtype}"
+    zero = f", which is {reference.inputs.smallest:.2g} in float32{underflows}" if reference else ""
     if case.cancelled is not None:
-        flushed = f": {_of_difference(case.cancelled, case.dtype)}"
-    return "logarithm", f"it takes the logarithm of zero{flushed}"
+        zero = f", because {_of_difference(case.cancelled, case.dtype)}"
+    return "logarithm", f"is not finite: it takes the logarithm of zero{zero}"
 
 
 def _sum(case: Case) -> Cause | None:
@@ -323,25 +329,28 @@ def _sum(case: Case) -> Cause | None:
         return None
     if inputs.largest > form.largest or inputs.elements <= 2:
         return None
-    does_so = "multiplies" if "prod" in normalised(case.place.operation) else "sums"
+    result = "product" if "prod" in normalised(case.place.operation) else "sum"
     return "sum", (
-        f"it {does_so} {inputs.elements} elements of up to {inputs.largest:.4g} in {case.dtype}, whose largest number "
-        f"is {form.largest:.5g}; the result is {case.exact_size}"
+        f"overflows {case.dtype}: the {result} of {inputs.elements} elements of up to {inputs.largest:.4g} "
+        f"{case.exact_size}, and {_largest(case.dtype)}"
     )
 
 
 def _overflow(case: Case) -> Cause | None:
-    largest = f"{case.dtype}'s largest number, {case.form.largest:.5g}"
     if case.beyond:
         scaled = case.place.direction == "backward" and case.scale != 1
-        times = f" times the loss scale of {case.scale:g}" if scaled else ""
-        return "overflow", f"the value, {case.exact_size}{times}, is beyond {largest}"
+        times = f", times the loss scale of {case.scale:g}" if scaled else ""
+        return "overflow", f"overflows {case.dtype}: it {case.exact_size}{times}, and {_largest(case.dtype)}"
     if case.float32_fails:
         return None
     return "overflow", (
-        f"it is not finite in {case.dtype}, whose largest number is {case.form.largest:.5g}, and is {case.exact_size}: "
-        f"a part of it may be beyond the dtype"
+        f"is not finite in {case.dtype}, though it {case.exact_size} and {_largest(case.dtype)}: an intermediate "
+        f"result may overflow"
     )
+
+
+def _largest(dtype: str) -> str:
+    return f"{dtype}'s largest number is {FORMATS[dtype].largest:.5g}"
 
 
 def _forward_at_zero(case: Case) -> Reading | None:
@@ -362,17 +371,19 @@ def _of_flushed(case: Case) -> str:
     if case.flushed is None:
         return ""
     entry, exact = case.flushed
-    where = f" ({entry.place})" if entry.place else ""
-    return f"; operation {entry.operation}{where} rounds numbers down to {exact.value.smallest:.2g} to zero"
+    return f", and {Place.of(entry).source} rounds numbers down to {exact.value.smallest:.2g} to zero"
 
 
 def _of_difference(entry: Reading, dtype: str) -> str:
     """Return what became of a difference."""
-    where = f" ({entry.place})" if entry.place else ""
     return (
-        f"operation {entry.operation}{where} subtracts numbers of up to {entry.inputs.largest:.4g} that differ by less "
-        f"than {FORMATS[dtype].bits} bits of significand keep apart"
+        f"{Place.of(entry).source} subtracts numbers of up to {entry.inputs.largest:.4g} that {_significand(dtype)} "
+        f"cannot tell apart"
     )
+
+
+def _significand(dtype: str) -> str:
+    return f"{dtype}'s {FORMATS[dtype].bits} bits of significand"
 
 
 # -- a batch that fails ------------------------------------------------------------------------------------------------
@@ -421,11 +432,13 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
     """Say why the first value that is not finite is not."""
     position = first_failing(low.readings, exact)
     if position is None:
-        return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
+        return Fault(
+            "overflow", f"the loss or a gradient is not finite in {dtype}, though every value that was seen is"
+        )
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
     cancels = case.cancelled is not None or (kind in ("division", "logarithm") and case.holds_inputs)
-    return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position, cancels=cancels)
+    return Fault(kind, f"{Place.of(case.place)} {why}", low.readings, position, cancels=cancels)
 
 
 def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:
@@ -442,8 +455,8 @@ def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
     backward = [position for position, entry in enumerate(low.readings) if entry.direction == "backward"]
     first = first_failing([low.readings[position] for position in backward], exact)
     why = (
-        f"the gradients overflow only times the loss scale of {scale:g}: the step is skipped, and the scale backs off "
-        f"until they fit"
+        f"the gradients overflow only because of the loss scale of {scale:g}: the step is skipped, and the scale backs "
+        f"off until they fit"
     )
     return Fault("loss scale", why, low.readings, None if first is None else backward[first])
 
@@ -454,10 +467,10 @@ def _of_flush(settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtyp
     if not flushed:
         return None
     position = first_flushed(settled, exact)
-    where = "" if position is None else f"in the {Place.of(settled.readings[position])}, "
+    what = "gradients underflow" if position is None else f"{Place.of(settled.readings[position])} underflows"
     why = (
-        f"{where}gradients are zero in {dtype} at the largest loss scale at which no other overflows, and are not in "
-        f"float32: {listed_names(flushed)} train no more"
+        f"{what} to zero in {dtype}, even at the largest loss scale at which none overflows: most of the gradient of "
+        f"{listed_names(flushed)} is lost"
     )
     return Fault("flush", why, settled.readings, position)
 
@@ -489,13 +502,10 @@ def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Faul
     if position is None:
         return None
     place, other = low.readings[position], exact[key_of(readings[position])]
-    flushed = flushes(place.value, other.value) and other.value.smallest * scale <= FORMATS[dtype].flushes_to
-    few = "the dtype's smallest number is too large" if flushed else f"{FORMATS[dtype].bits} bits of significand are too few"
-    why = (
-        f"in the {Place.of(place)}, the gradient is off by {error_of(readings[position], other):.2g} of its norm: {few} "
-        f"for the numbers that it is computed of; what the forward pass computes in this step agrees with float32's"
-    )
-    return Fault("flush" if flushed else "digits", why, low.readings, position)
+    underflows = flushes(place.value, other.value) and other.value.smallest * scale <= FORMATS[dtype].flushes_to
+    what, error = "underflows" if underflows else "loses precision", percent(error_of(readings[position], other))
+    why = f"{Place.of(place)} {what}: it is {error} from float32's, and the forward pass of this step agrees"
+    return Fault("flush" if underflows else "digits", why, low.readings, position)
 
 
 def _of_hand(reference: Seen) -> Fault | None:
@@ -507,11 +517,11 @@ def _of_hand(reference: Seen) -> Fault | None:
     lost = next((entry for entry in later if _is_all_lost(entry)), None)
     if reference.finite and lost is None:
         return None
-    what = "" if lost is None else f", and all {lost.value.elements} elements of the {Place.of(lost)}"
+    what = "" if lost in (None, place) else f", and {Place.of(lost)} is not finite in all {lost.value.elements}"
     why = (
-        f"in the {Place.of(place)}, {place.value.nonfinite} of {place.value.elements} elements{what} are not finite in "
-        f"{place.dtype}: the script itself casts to that, in a run in float32, too, so that it is not known what "
-        f"float32 makes of them"
+        f"{Place.of(place)} overflows {place.dtype} in {place.value.nonfinite} of {place.value.elements} elements"
+        f"{what}: the script itself casts to {place.dtype} there, in float32 runs, too, so what float32 would compute "
+        f"is not known"
     )
     kind: Kind = "sum" if family(place.operation) == "sum" else "overflow"
     return Fault(kind, why, reference.readings, position, reference.finite, by_hand=True)
@@ -546,25 +556,20 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
     elif flushes(place.value, before) and not _cancels(place, other, FORMATS[dtype]):
         kind = "flush"
         form = FORMATS[dtype]
-        holds_none = f", whose smallest number is {form.smallest:.2g}" if before.smallest <= form.flushes_to else ""
+        underflows = before.smallest <= form.flushes_to
+        smallest = f", whose smallest number is {form.smallest:.2g}" if underflows else ""
         why = (
-            f"{place.value.zeros} of {place.value.elements} elements are zero in {dtype}{holds_none}; in float32 they "
-            f"are up to {before.largest:.4g}"
+            f"{'underflows' if underflows else 'loses all precision'}: {place.value.zeros} of {place.value.elements} "
+            f"elements are zero in {dtype}{smallest}, and in float32 they are up to {before.largest:.4g}"
         )
     else:
         kind = "digits"
         why = (
-            f"the value is off by {error_of(place, other):.2g} of its norm: {FORMATS[dtype].bits} bits of significand "
-            f"are too few for the numbers that it is {'the difference or the sum' if _adds(place) else 'computed'} of"
+            f"loses precision: it is {percent(error_of(place, other))} from float32's, because "
+            f"{_significand(dtype)} are too few for the numbers that it is computed from"
         )
-    why = f"in the {Place.of(place)}, {why}; the loss stays finite, {percent(error)} from float32's"
+    why = f"{Place.of(place)} {why}; the loss stays finite, {percent(error)} from float32's"
     return Fault(kind, why, low.readings, position, stays_finite=True)
-
-
-def _adds(place: Reading) -> bool:
-    """Return whether a value may be a sum or a difference: all but those of operations of which it is known."""
-    word = normalised(place.operation)
-    return not word or word in _DIFFERENCES or family(place.operation) in ("sum", "matmul", "norm", "loss")
 
 
 def _cancels(place: Reading, exact: Reading | None, form: Format) -> bool:
@@ -598,14 +603,15 @@ def _at_place(reference: Seen, position: int) -> Fault:
     """Say why an operation fails in float32."""
     place = reference.readings[position]
     kind, why = _cause(Case(place, None, "float32", reference.readings, float32_fails=True))
-    return Fault(kind, f"in the {Place.of(place)}, {why}; float32 fails, too", reference.readings, position)
+    return Fault(kind, f"{Place.of(place)} {why}; float32 fails, too", reference.readings, position)
 
 
 def _broken_weights(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
     broken = [name for name, stats in reference.replayed.parameters.items() if stats.nonfinite]
     if not broken:
         return None
-    why = f"the weights are not finite already ({listed_names(broken)}): a former step wrote inf or NaN to them"
+    names = listed_names(broken)
+    why = f"the weights are not finite already ({names}): an earlier step may have written inf or NaN to them"
     return Fault("weights", why, reference.readings, position)
 
 
@@ -620,7 +626,7 @@ def _masked_row(reference: Seen, position: int | None, growth: Growth | None) ->
     if row is None:
         return None
     place = reference.readings[row]
-    why = f"in the {Place.of(place)}, all of a row is masked, by -inf: what remains is 0/0, in float32, too"
+    why = f"{Place.of(place)} is NaN: all of a row is masked by -inf, and what remains is 0/0, in float32, too"
     return Fault("mask", why, reference.readings, row)
 
 
@@ -637,10 +643,10 @@ def _received(reference: Seen, position: int | None, growth: Growth | None) -> F
         return None
     if model is not None and not came_with_it:
         return _own_infinities(reference, position, place) or _broken_parameter(reference, position, place)
-    kept = "" if came_with_it else ", or are what a former step left"
     why = (
-        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {Place.of(place)} are not finite, and "
-        f"nothing before it computed them: they came with the batch{kept}"
+        f"{'the batch is' if came_with_it else 'the batch, or what a former step left, is'} not finite: "
+        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of {Place.of(place).source} are inf or NaN, and "
+        f"no operation computed them"
     )
     return Fault("data", why, reference.readings, position)
 
@@ -650,16 +656,16 @@ def _own_infinities(reference: Seen, position: int | None, place: Reading) -> Fa
     if place.inputs.nan or not place.value.nan or family(place.operation) in ("matmul", "norm"):
         return None
     why = (
-        f"in the {Place.of(place)}, {place.inputs.nonfinite} of {place.inputs.elements} inputs are infinite, which are "
-        f"the module's own, as those of a mask: it makes NaN of them, in float32, too"
+        f"{Place.of(place)} is NaN, in float32, too: {place.inputs.nonfinite} of {place.inputs.elements} inputs are "
+        f"infinite, and they are the module's own, as those of a mask"
     )
     return Fault("mask", why, reference.readings, position)
 
 
 def _broken_parameter(reference: Seen, position: int | None, place: Reading) -> Fault:
     why = (
-        f"what the {Place.of(place)} reads is not finite, and neither its inputs nor those of the model are to blame: "
-        f"a former step may have written inf or NaN to the weights"
+        f"what {Place.of(place).source} reads is not finite, though the inputs of the model are: an earlier step may "
+        f"have written inf or NaN to its weights"
     )
     return Fault("weights", why, reference.readings, position)
 
@@ -679,8 +685,8 @@ def _large_weights(reference: Seen, position: int | None) -> Fault | None:
     if not name or largest[name] <= LARGE_WEIGHT:
         return None
     why = (
-        f"weights are as large as {largest[name]:.3g} ({name}), and float32 overflows, too, so that no precision "
-        f"helps: they may have grown by a learning rate that is too large"
+        f"weights are as large as {largest[name]:.3g} ({name}), and float32 overflows, too: the learning rate may be "
+        f"too large"
     )
     return Fault("learning rate", why, reference.readings, position)
 
@@ -690,7 +696,10 @@ def _large_data(reference: Seen, position: int | None) -> Fault | None:
     entry = outermost(reference.readings) or next(received, None)
     if entry is None or entry.inputs.largest <= LARGE_INPUT:
         return None
-    why = f"the inputs of the {Place.of(entry)} are up to {entry.inputs.largest:.3g}, whose squares float32 cannot hold"
+    why = (
+        f"the inputs of {Place.of(entry).source} are up to {entry.inputs.largest:.3g}, and float32 cannot hold their "
+        f"squares"
+    )
     return Fault("data", why, reference.readings, position)
 
 
@@ -707,14 +716,14 @@ def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     constant = next((position for position in missed if _overflows_as_mask(readings[position], form)), None)
     if constant is not None:
         place = readings[constant]
-        why = f"the constant {place.value.lowest:.3g} is beyond {dtype}'s lowest number, {-form.largest:.5g}"
-        return Fault("mask", f"in the {Place.of(place)}, {why}: {refusal.message}", readings, constant)
+        why = f"cannot be computed: {_constant_beyond(place.value, dtype)} ({refusal.message})"
+        return Fault("mask", f"{Place.of(place)} {why}", readings, constant)
     # Which casts there are depends on the dtype.
     position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
-    where = "" if position is None else f"in the {Place.of(readings[position])}, "
+    what = "the step" if position is None else str(Place.of(readings[position]))
     has_line = position is not None and readings[position].place
-    line = f"in {refusal.line}, " if refusal.line and not has_line else ""
-    why = f"{where}{line}it cannot be computed in {dtype}, only in float32: {refusal.message}"
+    line = f" ({refusal.line})" if refusal.line and not has_line else ""
+    why = f"{what}{line} cannot be computed in {dtype}, only in float32: {refusal.message}"
     return Fault("error", why, readings, position)
 
 

@@ -57,7 +57,9 @@ class Change:
         words = [f"with module{'s' if len(self.float32) > 1 else ''} {names} in float32"] if names else []
         words += [f"with operation {name!r} in float32" for name in self.operations]
         words += [] if self.dtype is None else [f"in {self.dtype}"]
-        words += [f"with what module {self.rounded!r} takes and returns in {self.bits} bits"] if self.rounded else []
+        words += (
+            [f"with inputs and outputs of module {self.rounded!r} rounded to {self.bits} bits"] if self.rounded else []
+        )
         words += [] if self.scale is None else [f"at a loss scale of {self.scale:g}"]
         return ", ".join(words)
 
@@ -90,7 +92,7 @@ class Experiment:
             return f"{self.change}: {self.raised}"
         off = f", {percent(self.error)} from float32's" if math.isfinite(self.error) else ""
         finite = "finite" if self.finite else "gradients are not finite" if math.isfinite(self.loss) else "not finite"
-        later = ", and the steps behind it fail" if self.finite and self.fails_later else ""
+        later = ", and the next steps fail" if self.finite and self.fails_later else ""
         return f"{self.change}: loss {self.loss:.4g}, {finite}{off}{later}"
 
 

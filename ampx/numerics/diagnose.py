@@ -81,7 +81,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return what fails and why, what cures it, the bracket, what to do, and the risks that bear on it, as text."""
-        lines = [f"{self.kind}: {self.why}", *self._tried(), *self._bracket()]
+        lines = [f"{self.why[0].upper()}{self.why[1:]}", *self._tried(), *self._bracket()]
         if self.advice:
             lines += ["", *(f"    {line}" for line in self.advice.splitlines())]
         return "\n".join([*lines, *(f"  risk: {risk.text}" for risk in self.risks)])
@@ -147,11 +147,12 @@ def _denied(modules: Iterable[str], dtype: str, tried: bool, prepare_finds_modul
     entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
     which = f"the {' and the '.join(models)}" if models else "which has that module"
-    policy = f"; in a policy file: {[f'{MODULE}{name}' for name in parts]!r}" if models else ""
+    in_a_file = [f"{MODULE}{name}" for name in parts]
+    policy = f"; in a policy file: {in_a_file!r}" if models else ""
     it = "it" if len(parts) == 1 else "them"
-    if not entries:  # a model as a whole, or nothing
-        return f"# {'' if tried else 'may cure it: '}keep {it} in float32{policy}" if models else ""
     keeps = f"keep {it} in float32" if tried else f"may cure it: keep {it} in float32"
+    if not entries:  # a model as a whole, or nothing
+        return f"deny = {in_a_file!r}  # in a policy file: {keeps}" if models else ""
     init = f"amp = ampx.init(dtype={dtype!r}, deny={entries!r})  # {keeps}"
     prepare = prepare_line(entries, prepare_finds_modules)
     return "\n".join([init, *(f"{line}  # {which}, before wrap_optimizer{policy}" for line in prepare)])
@@ -348,7 +349,7 @@ def _of_producer(fault: Fault, producer: str, dtype: str) -> Fault:
     """Name the module whose output lost what is missed at the place: float32 there cures it, and not at the place."""
     outputs = (position for position, entry in enumerate(fault.readings[: fault.position]) if not entry.operation)
     position = next(at for at in outputs if fault.readings[at].module == producer)
-    why = f"in the {Place.of(fault.readings[position])}, {dtype} loses what is needed later: {fault.why}"
+    why = f"{Place.of(fault.readings[position])} loses precision in {dtype} that is needed later: {fault.why}"
     return replace(fault, kind="digits", why=why, position=position)
 
 

@@ -561,7 +561,7 @@ class _Look:
     def verdict(self, seen: Outcome) -> str:
         """Return one sentence or two."""
         if self.fails:
-            return f"Step {self.step}: {self.diagnosis.kind}: {self.diagnosis.why}"
+            return f"In step {self.step}, {self.diagnosis.why}"
         error = self.off.get(self.step, 0.0)
         harmless = ", which did no harm" if self.off and max(self.off.values()) <= WRONG else ""
         dangers = f"some risks{harmless}" if self.diagnosis.risks else "no risks"

@@ -36,12 +36,18 @@ class Place:
         """Return the place of a reading."""
         return cls(**{name: getattr(reading, name) for name in cls.__dataclass_fields__})
 
+    @property
+    def source(self) -> str:
+        """What computes the value, with its line."""
+        module = f"module {self.module!r}" if self.module else ""
+        names = " in ".join(filter(None, (self.operation, module))) or "the model"
+        return f"{names} ({self.place})" if self.place else names
+
     def __str__(self) -> str:
-        """Name the place."""
-        module = f"module {self.module!r}" if self.module else "the model or the step itself"
-        operation = f", operation {self.operation}" if self.operation else ""
-        line = f" ({self.place})" if self.place else ""
-        return f"{self.direction} pass, {module}{operation}{line}"
+        """Name the value, as the subject of a sentence."""
+        if self.direction == "forward":
+            return f"the output of {self.source}"
+        return f"the gradient {'computed by' if self.operation else 'of the output of'} {self.source}"
 
 
 # Module, operation, direction and call: they identify a value in a run, and find it in another run.

@@ -40,7 +40,7 @@ def to_page(report: Mapping[str, Any]) -> str:
 
 # -- compare ---------------------------------------------------------------------------------------
 
-HEAD = ("dtype", "steps/s", "speed", "memory", "skipped", "scale", "last loss", "parts at")
+HEAD = ("dtype", "steps/s", "speed", "memory", "skipped", "scale", "last loss", "differs at")
 
 
 def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -80,7 +80,7 @@ class Tolerance:
             if math.isinf(error):
                 return f"{what} not finite"
             if error > tolerance:
-                return f"{what} off by {percent(error)}, tolerance {percent(tolerance)}"
+                return f"{what} {percent(error)} from float32's (tolerance {percent(tolerance)})"
         return ""
 
     def smallest_scale(self, dtype: str, reference: Iterable[Reading]) -> float:

@@ -388,7 +388,7 @@ def not_faster(policy: TunedPolicy, times: Mapping[str, Sequence[float]]) -> str
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     kept = f" with {', '.join(names[:3])}{more} in float32" if names else ""
     reason = f"{policy.dtype}{kept} agrees, and runs at {speed_in_words(best)} here"
-    return reason if speed <= 1 + ALIKE else f"{reason}, which is not beyond the spread; more repeats may decide"
+    return reason if speed <= 1 + ALIKE else f"{reason}, which is within the spread; more repeats may decide"
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -425,6 +425,7 @@ class Search(abc.ABC, Generic[Run]):
         device: Name of the device.
         dtype: The low precision.
         tolerance: How far a run may be from float32's.
+        asked: That, as the user passed it; None where it is what rounding explains.
         scale: The loss scale of runs in the dtype; it falls where gradients overflow.
         smallest_scale: What it falls to: with less, gradients would flush, which is tried once.
         runs: How many runs were made.
@@ -444,6 +445,7 @@ class Search(abc.ABC, Generic[Run]):
     device: str
     dtype: str
     tolerance: Tolerance
+    asked: float | None = None
     scale: float = 1.0
     smallest_scale: float = 1.0
     runs: int = 0
@@ -574,7 +576,7 @@ class Search(abc.ABC, Generic[Run]):
     def reason(self, name: str, measured: str) -> str:
         """Return why something is kept: what was measured of it, what happens without it, and what it is for."""
         without, hands_on = self.without.get(name), self.hands_on.get(name)
-        parts = [measured, without and f"without it {without}", hands_on and f"it only hands float32 on to {hands_on}"]
+        parts = [measured, without and f"without this entry {without}", hands_on and f"it is kept for {hands_on}"]
         return "; ".join(filter(None, parts))
 
     def reason_of_operation(self, operation: str) -> str:
@@ -582,6 +584,10 @@ class Search(abc.ABC, Generic[Run]):
         module = self.module_of.get(operation, "")
         where = f"in module {module!r}" if module.rpartition(":")[2] else "outside of modules"
         return self.reason(operation, f"fails in {self.dtype}, {where}")
+
+    def limit(self, numbers: str) -> str:
+        """Return in words how far a run may be from float32's: by these numbers."""
+        return f"{'what rounding alone changes' if self.asked is None else 'the tolerance'} ({numbers})"
 
     def policy(self, **fields: Any) -> TunedPolicy:
         """Return a policy with these fields, and those of the search."""
@@ -661,7 +667,7 @@ def at_fault(search: Search[Any], kept: Kept) -> Kept:
             kept = each_needed(search, instead)
             search.module_of[place.operation] = place.module
         elif not fault.cancels and fault.kind not in ("flush", "digits"):  # which the module may have rounded away
-            search.hands_on[name] = f"what fails behind it, in the {Place.of(place)}"
+            search.hands_on[name] = f"{Place.of(place)}, which fails after it"
     return kept
 
 
@@ -786,7 +792,7 @@ class _BatchSearch(Search[_Replay]):
         self.reference = self.run(FLOAT32, self.watching)
         super().__init__(for_inference, self.reference.readings)
         self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
-        self.tolerance = self._explained().at(tolerance)
+        self.asked, self.tolerance = tolerance, self._explained().at(tolerance)
         self.smallest_scale = min(self.scale, self.tolerance.smallest_scale(casting.dtype, self.reference.readings))
         self.lowers = True  # something besides what fails is computed in the dtype
 
@@ -904,7 +910,7 @@ class _BatchSearch(Search[_Replay]):
         denied = [Choice(entry_of(name), self.reason(name, measured)) for name, measured in kinds.items()]
         denied += [Choice(name, self.reason_of_operation(name)) for name in sorted(kept.operations)]
         reasons = {
-            "dtype": f"loss and {self._within()} of float32's{self._simulated()}",
+            "dtype": f"loss and {self._agree()}{self._simulated()}",
             "level": "casting by the framework's op lists; the parameters stay in float32",
             "loss_scale": f"the largest scale whose gradients fit is at least {self.scale:g} on this batch"
             if scaled(self.dtype)
@@ -913,9 +919,10 @@ class _BatchSearch(Search[_Replay]):
         asked, allowed = (tuple(Choice(str(entry), "asked for") for entry in entries) for entries in self.lists)
         return {"deny": (*asked, *denied), "allow": allowed, "reasons": reasons}
 
-    def _within(self) -> str:
+    def _agree(self) -> str:
         loss, gradients = percent(self.tolerance.loss), percent(self.tolerance.gradients)
-        return f"output are within {loss}" if self.for_inference else f"gradients are within {loss} and {gradients}"
+        limit = self.limit(loss if self.for_inference else f"{loss} and {gradients}")
+        return f"{'output' if self.for_inference else 'gradients'} agree with float32's within {limit}"
 
     def _simulated(self) -> str:
         device = self.batch.device
@@ -926,12 +933,14 @@ class _BatchSearch(Search[_Replay]):
         if error is None:
             return f"it shows no error of its own in {self.dtype}"
         if math.isinf(error.error):
-            return f"not finite in {self.dtype}"
+            return f"its output is not finite in {self.dtype}"
         return f"its output is off by {percent(error.error)} in {self.dtype}"
 
     def hopeless(self, whole: bool) -> dict[str, Any]:
         kind = "nothing less than the whole model" if whole or not self.lowers else "nothing that can be kept"
-        reason = f"{kind} in float32 brings the result within {percent(self.tolerance.loss)} of float32's"
+        reason = (
+            f"{kind} in float32 makes the result agree with float32's within {self.limit(percent(self.tolerance.loss))}"
+        )
         return in_float32(reason, agrees=not self.is_what_if)
 
     def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:

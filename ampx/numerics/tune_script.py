@@ -249,6 +249,7 @@ class _ScriptSearch(Search[Outcome]):
         self.dtype = dtype
         self.scale = self._fitting() if scaled(dtype) else 1.0
         self.rounded: list[Outcome] = []
+        self.asked = tolerance
         self.tolerance = self._explained(seeds=2).at(tolerance)
         deciding = (self.tolerance.smallest_scale(dtype, self.reference.readings.get(step, ())) for step in _DECIDING)
         self.smallest_scale = min(self.scale, max(deciding))
@@ -428,19 +429,21 @@ class _ScriptSearch(Search[Outcome]):
         denied = [Choice(f"{MODULE}{pattern}", self._reason(pattern, kept.modules)) for pattern in patterns]
         denied += [Choice(name, self.reason_of_operation(name)) for name in sorted(kept.operations)]
         reasons = {
-            "dtype": f"{self._within()} of float32's{', simulated' if self.simulated else ''}",
+            "dtype": f"{self._agree()}{', simulated' if self.simulated else ''}",
             "loss_scale": f"gradients of these steps fit with {self.scale:g}"
             if scaled(self.dtype)
             else f"{self.dtype} has the exponents of float32",
         }
         return {"deny": tuple(denied), "reasons": reasons}
 
-    def _within(self) -> str:
-        loss, gradients = percent(self.tolerance.loss), percent(self.tolerance.gradients)
+    def _agree(self) -> str:
         if self.for_inference:
-            return f"the output is within {percent(self._of_output())}"
-        losses = f"losses of {self.trial.steps} steps are within {loss}"
-        return losses if self.unnamed else f"{losses} and the first gradients within {gradients}"
+            return f"the output agrees with float32's within {self.limit(percent(self._of_output()))}"
+        losses, loss = f"losses of {self.trial.steps} steps", percent(self.tolerance.loss)
+        if self.unnamed:
+            return f"{losses} agree with float32's within {self.limit(loss)}"
+        numbers = f"{loss} and {percent(self.tolerance.gradients)}"
+        return f"{losses} and the first gradients agree with float32's within {self.limit(numbers)}"
 
     def _of_output(self) -> float:
         """Return the tolerance of the output, for inference."""
@@ -449,7 +452,7 @@ class _ScriptSearch(Search[Outcome]):
     def _reason(self, pattern: str, kept: Iterable[str]) -> str:
         """Return why a module is kept."""
         name = next((name for name in kept if glob.escape(name) == pattern), None)
-        return "and all inside" if name is None else self.reason(name, self._measured(name))
+        return "all modules inside it" if name is None else self.reason(name, self._measured(name))
 
     def _measured(self, name: str) -> str:
         """Return a module's error in the first step that was watched, and in a later one where it is larger."""
@@ -458,8 +461,8 @@ class _ScriptSearch(Search[Outcome]):
             return f"not reached in {self.dtype}"
         broken = next((step for step, error in errors.items() if math.isinf(error)), None)
         if broken is not None:
-            of_gradient = "" if name in self.broken_outputs else "its gradient is "
-            return f"{of_gradient}not finite in {self.dtype} in step {broken}"
+            value = "output" if name in self.broken_outputs else "gradient"
+            return f"its {value} is not finite in {self.dtype} in step {broken}"
         first = errors.get(1, 0.0)
         last = max(errors, key=lambda step: errors[step], default=1)
         later = f", {errors[last]:.2g} in step {last}" if last > 1 and errors[last] > 2 * first else ""
@@ -467,13 +470,13 @@ class _ScriptSearch(Search[Outcome]):
 
     def hopeless(self, whole: bool) -> dict[str, Any]:
         what, tolerance = (
-            ("the output is", self._of_output()) if self.for_inference else ("losses are", self.tolerance.loss)
+            ("the output differs", self._of_output()) if self.for_inference else ("losses differ", self.tolerance.loss)
         )
-        reason = f"in {self.dtype} {what} not within {percent(tolerance)} of float32's"
+        reason = f"in {self.dtype} {what} from float32's by more than {self.limit(percent(tolerance))}"
         if self.unnamed:
             why = _nothing_watched(self.trial, self.reference)
             raise TrialError(f"{reason}, and no list of operations cures that: {why}")
-        which = " but with the whole model in float32" if whole else ", and no module that was tried in it cures that"
+        which = " unless the whole model is in float32" if whole else ", whichever modules were tried in float32"
         fault = None if self.simulated else self.fault(NOTHING)
         first = "" if fault is None else f"; {fault.why}"
         return in_float32(f"{reason}{which}{first}", agrees=False)

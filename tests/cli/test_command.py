@@ -266,7 +266,7 @@ def test_what_was_found_is_printed_where_the_report_cannot_be_written_any_more(m
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
-SENTENCE = "  last finite:      forward pass, module '2.qkv': values of magnitude 0.000124 to 89.1, lowest -89.1"
+SENTENCE = "  last finite:      the output of module '2.qkv': values of magnitude 0.000124 to 89.1, lowest -89.1"
 CODE = "    model = amp.prepare(model)  # which has that module, before wrap_optimizer"
 
 

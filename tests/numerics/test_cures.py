@@ -143,7 +143,7 @@ def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_
     diagnosis, _ = chain.examine()
     assert diagnosis.deny == ("module:a",)
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "a")
-    assert "in the forward pass, module 'a', float16 loses what is needed later: in the" in diagnosis.why
+    assert diagnosis.why.startswith("the output of module 'a' loses precision in float16 that is needed later: the ")
 
 
 def test_a_module_that_returns_zero_of_what_it_rounded_is_named_and_not_the_logarithm_of_it():
@@ -240,7 +240,7 @@ def test_gradients_that_flush_at_every_scale_that_the_largest_fits_are_named():
     chain = replace(OVERFLOWS, data=(3.0, 1.0), slope=(1e4, *[1e-10] * 15))
     diagnosis, _ = chain.examine(scale=2.0**16)
     assert diagnosis.kind == "flush"
-    assert "w train no more" in diagnosis.why
+    assert "most of the gradient of w is lost" in diagnosis.why
     assert diagnosis.advice == 'amp = ampx.init(dtype="bfloat16")'  # which holds 1e-10
 
 
@@ -256,7 +256,7 @@ def test_of_a_model_as_a_whole_the_entry_of_a_policy_file_that_was_tried_is_advi
     whole = Chain([("Critic:", *step) for _, *step in OVERFLOWS.steps], OVERFLOWS.data)
     diagnosis, _ = whole.examine()
     assert diagnosis.deny == ("module:Critic:",)
-    assert diagnosis.advice == "# keep it in float32; in a policy file: ['module:Critic:']"
+    assert diagnosis.advice == "deny = ['module:Critic:']  # in a policy file: keep it in float32"
 
 
 @pytest.mark.parametrize("seed", range(8))
