@@ -84,7 +84,8 @@ def diagnose_script(
         elif first.dtype == "float32" or not first.watches:
             return None, _report(trial, first, notes)
         else:
-            return _look_where_losses_part(trial, first, notes, run, progress)
+            skipped = _look_at_late_skip(trial, first, notes, run, progress)
+            return skipped or _look_where_losses_part(trial, first, notes, run, progress)
     assert step is not None
     return _look_at(trial, step, what, first, notes, run, progress)
 
@@ -101,6 +102,21 @@ def _look_at_skipped(
     diagnosis, report = _look_at(trial, begins, "skipped", first, [*notes], run, progress)
     only_scaled = diagnosis is not None and diagnosis.kind == "loss scale" and begins != last
     return _look_at(trial, last, "skipped", first, notes, run, progress) if only_scaled else (diagnosis, report)
+
+
+def _look_at_late_skip(
+    trial: Trial, first: Outcome, notes: list[str], run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
+) -> tuple[Diagnosis, dict[str, Any]] | None:
+    """Look at the first step that was skipped at a loss scale at which an earlier one was not.
+
+    None where there is none, or only the loss scale is why. See `_look_at` for the arguments.
+    """
+    made = [step for step in range(1, first.steps + 1) if step not in first.skipped]
+    late = next((step for step in first.skipped if made and step > made[0]), None)
+    if late is None or first.scale_at(late) > first.scale_at(max(step for step in made if step < late)):
+        return None
+    diagnosis, report = _look_at(trial, late, "skipped", first, [*notes], run, progress)
+    return None if diagnosis is None or diagnosis.kind in ("loss scale", "healthy") else (diagnosis, report)
 
 
 def _look_where_losses_part(

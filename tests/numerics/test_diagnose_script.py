@@ -305,13 +305,13 @@ def test_a_run_that_skips_half_of_its_steps_names_it_too(toy_script, first, skip
     )
 
 
-def trains(low, exact, skipped=(), output=1.0):
+def trains(low, exact, skipped=(), output=1.0, scales=()):
     """Stand for a script with such losses in float16 and in float32, whose module returns that much, whatever it is."""
 
     def run(trial):
         dtype = trial.settings.dtype
         losses = exact if dtype == "float32" else low
-        optimizer = {"skipped": [] if dtype == "float32" else [*skipped], "scales": [], "initial_scale": 1.0}
+        optimizer = {"skipped": [] if dtype == "float32" else [*skipped], "scales": [*scales], "initial_scale": 1.0}
         facts = {"framework": "toy", "device": "cpu", "level": "O1", "dtype": dtype, "steps": len(losses)}
         value, sample = Stats(1, largest=output, smallest=output), np.float32([output])
         readings = (Reading("", "Net", "", "forward", 0, dtype, value, value, sample),)
@@ -385,3 +385,17 @@ def test_weights_have_grown_only_if_the_batch_is_healthy_with_those_of_the_first
     diagnosis, _ = diagnose_script(Program("train.py"), RunSettings("float16"), **options)
     assert diagnosis.kind == kind
     assert words in diagnosis.why
+
+
+@pytest.mark.parametrize(
+    ("skipped", "scales", "step"),
+    [
+        ((4,), [], 4),
+        ((1,), [], 6),  # the loss scale settles
+        ((4,), [[3, 2.0]], 6),  # it has grown before
+    ],
+)
+def test_a_step_that_is_skipped_behind_others_at_the_same_loss_scale_is_looked_at(skipped, scales, step):
+    diagnosis, result = trains((1.0,) * 6, (1.0,) * 6, skipped, scales=scales)
+    assert result["looked_at"] == step
+    assert (diagnosis is None) == (step == 6)
