@@ -235,7 +235,9 @@ class Case:
 
     @property
     def beyond(self) -> bool:
-        """Whether float32's value does not fit into the dtype."""
+        """Whether float32's value does not fit into the dtype, nor what is cast to it."""
+        if family(self.place.operation) == "cast" and self.place.inputs.largest > self.form.largest:
+            return True
         if self.reference is None:
             return any(stats.largest > self.form.largest for stats in self.exact)
         scale = self.scale if self.place.direction == "backward" else 1.0
@@ -338,7 +340,7 @@ def _sum(case: Case) -> Cause | None:
 
 def _overflow(case: Case) -> Cause | None:
     if case.beyond:
-        scaled = case.place.direction == "backward" and case.scale != 1
+        scaled = case.place.direction == "backward" and case.scale != 1 and case.reference is not None
         times = f", times the loss scale of {case.scale:g}" if scaled else ""
         return "overflow", f"overflows {case.dtype}: it {case.exact_size}{times}, and {_largest(case.dtype)}"
     if case.float32_fails:

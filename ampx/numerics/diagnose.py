@@ -138,7 +138,22 @@ _UNTRIED: Final = "# may cure it, and was not tried:\n"
 _CLIP: Final = "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)"
 
 
-def _denied(modules: Iterable[str], dtype: str, tried: bool, prepare_finds_modules: bool) -> str:
+@dataclass(frozen=True)
+class _Setting:
+    """In what a batch is computed.
+
+    Attributes:
+        dtype: The precision, of `FORMATS`.
+        scale: The loss scale.
+        prepare_finds_modules: As in `ampx.Backend`, for the lines that are advised.
+    """
+
+    dtype: str
+    scale: float
+    prepare_finds_modules: bool = False
+
+
+def _denied(modules: Iterable[str], setting: _Setting, tried: bool) -> str:
     """Return the lines that keep modules in float32; "" for none that has a name.
 
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
@@ -146,15 +161,15 @@ def _denied(modules: Iterable[str], dtype: str, tried: bool, prepare_finds_modul
     parts = {name: name.rpartition(":") for name in modules}
     entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
-    which = f"the {' and the '.join(models)}" if models else "which has that module"
     in_a_file = [f"{MODULE}{name}" for name in parts]
-    policy = f"; in a policy file: {in_a_file!r}" if models else ""
-    it = "it" if len(parts) == 1 else "them"
-    keeps = f"keep {it} in float32" if tried else f"may cure it: keep {it} in float32"
+    keeps = f"{'' if tried else 'may cure it: '}keep {'it' if len(parts) == 1 else 'them'} in float32"
     if not entries:  # a model as a whole, or nothing
         return f"deny = {in_a_file!r}  # in a policy file: {keeps}" if models else ""
-    init = f"amp = ampx.init(dtype={dtype!r}, deny={entries!r})  # {keeps}"
-    prepare = prepare_line(entries, prepare_finds_modules)
+    which, policy = "which has that module", ""
+    if models:
+        which, policy = f"the {' and the '.join(models)}", f"; in a policy file: {in_a_file!r}"
+    init = f"amp = ampx.init(dtype={setting.dtype!r}, deny={entries!r})  # {keeps}"
+    prepare = prepare_line(entries, setting.prepare_finds_modules)
     return "\n".join([init, *(f"{line}  # {which}, before wrap_optimizer{policy}" for line in prepare)])
 
 
@@ -177,35 +192,33 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
     return lines.get(kind, "")
 
 
-def _advice(
-    fault: Fault, dtype: str, float32_fails: bool, cure: Change | None, tried: bool, prepare_finds_modules: bool
-) -> str:
-    """Return what to do, as code: what was seen to cure it, or else what may, which was not tried."""
-    if cure is not None:
-        return _of_cure(cure, dtype, prepare_finds_modules)
-    return _untried(fault, dtype, float32_fails, tried, prepare_finds_modules)
-
-
-def _of_cure(cure: Change, dtype: str, prepare_finds_modules: bool) -> str:
+def _of_cure(cure: Change, setting: _Setting) -> str:
+    """Return what was seen to cure it, as code."""
     if cure.dtype is not None:
         return _WIDE
     if cure.operations:
-        return f"amp = ampx.init(dtype={dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
-    return _denied(cure.float32, dtype, True, prepare_finds_modules) or _REGION
+        return f"amp = ampx.init(dtype={setting.dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
+    return _denied(cure.float32, setting, True) or _REGION
 
 
-def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool, prepare_finds_modules: bool) -> str:
+def _untried(fault: Fault, setting: _Setting, float32_fails: bool, tried: bool) -> str:
+    """Return what may cure it, as code, where nothing was seen to."""
     if fault.by_hand:
         return _BY_HAND
-    own = _in_the_script(fault.kind, fault.place, dtype)
-    if float32_fails or fault.kind not in PRECISION:
-        return f"{_UNTRIED}{own}" if own and fault.kind not in ("data", "model") else own
-    fits = not tried and dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
+    own = _in_the_script(fault.kind, fault.place, setting.dtype)
+    if not float32_fails and fault.kind in PRECISION:
+        return _in_float32(fault, setting, tried, own)
+    return f"{_UNTRIED}{own}" if own and fault.kind not in ("data", "model") else own
+
+
+def _in_float32(fault: Fault, setting: _Setting, tried: bool, own: str) -> str:
+    """Return the lines that keep the place in float32 unless that was tried, and others; `own` changes the script."""
+    fits = not tried and setting.dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
     more = [text for text in (own, _WIDE if fits else "") if text]
     module = "" if fault.place is None else fault.place.module
     if tried and module:
         return "\n".join(f"{_UNTRIED}{text}" for text in more)
-    first = _denied((module,), dtype, False, prepare_finds_modules) or _REGION
+    first = _denied((module,), setting, False) or _REGION
     return "\n".join([first, *(f"# or, which was not tried:\n{text}" for text in more)])
 
 
@@ -236,30 +249,30 @@ def examined(
         prepare_finds_modules: As in `ampx.Backend`, for the lines that are advised.
         parts: Training is wrong at this batch, whatever the batch itself computes: gradients of former ones were wrong.
     """
-    compared = functools.cache(compared or (lambda: reference))
-    trial = None if again is None or not reference.finite else _Trials(again, compared)
-    fault = (
-        refusal_fault(low, reference, dtype)
-        if isinstance(low, Refusal)
-        else find_fault(low, reference, dtype, scale, None, growth)
-    )
-    if trial is not None and fault is not None and fault.kind in PRECISION and scale != 1:
-        trial = replace(trial, scale=min(scale, fitting_scale(dtype, compared())))
-        if isinstance(low, Seen) and low.only_gradients_overflow and not fault.stays_finite:
-            trial = trial.settled()
-            fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
-    seen = low if isinstance(low, Seen) else None
-    if fault is None and seen is not None and parts:
-        wrong = gradient_fault(seen, reference, dtype, scale)
-        diagnosis = _concluded(wrong, seen, reference, dtype, scale, trial, prepare_finds_modules)
+    setting = _Setting(dtype, scale, prepare_finds_modules)
+    trial = None
+    if again is not None and reference.finite:
+        trial = _Trials(again, functools.cache(compared or (lambda: reference)))
+    if isinstance(low, Refusal):
+        fault = refusal_fault(low, reference, dtype)
+        return _concluded(fault, None, reference, setting, None if trial is None else trial.at_scale(setting))
+    fault = find_fault(low, reference, dtype, scale, None, growth)
+    if fault is None and parts:
+        diagnosis = _concluded(gradient_fault(low, reference, dtype, scale), low, reference, setting, trial)
         if diagnosis.deny:  # nothing else shows that these gradients are why training is wrong
             return diagnosis
-    return _concluded(fault, seen, reference, dtype, scale, trial, prepare_finds_modules)
+    if trial is not None and fault is not None and fault.kind in PRECISION:
+        trial = trial.at_scale(setting)
+        if trial.scale is not None and low.only_gradients_overflow and not fault.stays_finite:
+            trial = trial.settled()
+            fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
+    return _concluded(fault, low, reference, setting, trial)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:
     """Say where a batch first fails, and why, and try nothing: see `find_fault` for the arguments."""
-    return _concluded(find_fault(low, reference, dtype, scale, settled), low, reference, dtype, scale, None, False)
+    fault = find_fault(low, reference, dtype, scale, settled)
+    return _concluded(fault, low, reference, _Setting(dtype, scale), None)
 
 
 @dataclass(frozen=True)
@@ -278,6 +291,12 @@ class _Trials:
     scale: float | None = None
     seen: Seen | None = None
 
+    def at_scale(self, setting: _Setting) -> _Trials:
+        """Return it for the loss scale that the gradients fit, where there is one."""
+        if setting.scale == 1:
+            return self
+        return replace(self, scale=min(setting.scale, fitting_scale(setting.dtype, self.compared())))
+
     def settled(self) -> _Trials:
         """Run the batch at the loss scale, and at 1 where its gradients overflow even there."""
         for scale in dict.fromkeys((self.scale, 1.0)):
@@ -288,15 +307,10 @@ class _Trials:
 
 
 def _concluded(
-    fault: Fault | None,
-    low: Seen | None,
-    reference: Seen,
-    dtype: str,
-    scale: float,
-    trial: _Trials | None,
-    prepare_finds_modules: bool,
+    fault: Fault | None, low: Seen | None, reference: Seen, setting: _Setting, trial: _Trials | None
 ) -> Diagnosis:
     """Return the diagnosis of a fault, after trying what may cure it."""
+    dtype, scale = setting.dtype, setting.scale
     fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
     fails = not reference.finite and not fault.by_hand
     cure, experiments, links = None, [], _links(fault, low, reference, dtype, scale)
@@ -316,7 +330,7 @@ def _concluded(
         None if fault.position is None else last_finite(fault.readings, fault.position),
         None if place is None else Place.of(place),
         f"{fault.why}.",
-        _advice(fault, dtype, fails, cure, bool(experiments), prepare_finds_modules),
+        _of_cure(cure, setting) if cure is not None else _untried(fault, setting, fails, bool(experiments)),
         () if low is None else _bearing(fault, low, reference, dtype, scale),
         tuple(experiments),
         () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
