@@ -643,8 +643,12 @@ def _received(reference: Seen, position: int | None, growth: Growth | None) -> F
     came_with_it = model is not None and model.inputs.nonfinite > 0
     if not place.inputs.nonfinite or not (came_with_it or _nothing_computed(reference.readings[:position])):
         return None
-    if model is not None and not came_with_it:
-        return _own_infinities(reference, position, place) or _broken_parameter(reference, position, place)
+    if came_with_it or model is None:
+        return _broken_batch(reference, position, place, came_with_it)
+    return _broken_parameter(reference, position, place)
+
+
+def _broken_batch(reference: Seen, position: int | None, place: Reading, came_with_it: bool) -> Fault:
     why = (
         f"{'the batch is' if came_with_it else 'the batch, or what a former step left, is'} not finite: "
         f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of {Place.of(place).source} are inf or NaN, and "
@@ -653,23 +657,24 @@ def _received(reference: Seen, position: int | None, growth: Growth | None) -> F
     return Fault("data", why, reference.readings, position)
 
 
-def _own_infinities(reference: Seen, position: int | None, place: Reading) -> Fault | None:
-    """Say that an operation makes NaN of infinities that no optimizer writes: a mask is multiplied by zero, say."""
-    if place.inputs.nan or not place.value.nan or family(place.operation) in ("matmul", "norm"):
-        return None
-    why = (
-        f"{Place.of(place)} is NaN, in float32, too: {place.inputs.nonfinite} of {place.inputs.elements} inputs are "
-        f"infinite, and they are the module's own, as those of a mask"
-    )
-    return Fault("mask", why, reference.readings, position)
-
-
 def _broken_parameter(reference: Seen, position: int | None, place: Reading) -> Fault:
+    if _makes_nan(place):  # of what no optimizer writes: a mask is multiplied by zero, say
+        why = (
+            f"{Place.of(place)} is NaN, in float32, too: {place.inputs.nonfinite} of {place.inputs.elements} inputs "
+            f"are infinite, and they are the module's own, as those of a mask"
+        )
+        return Fault("mask", why, reference.readings, position)
     why = (
         f"what {Place.of(place).source} reads is not finite, though the inputs of the model are: an earlier step may "
         f"have written inf or NaN to its weights"
     )
     return Fault("weights", why, reference.readings, position)
+
+
+def _makes_nan(place: Reading) -> bool:
+    """Return whether an operation that reads no weights, as far as is known, makes NaN of infinities."""
+    infinite = place.inputs.nonfinite and not place.inputs.nan
+    return bool(infinite and place.value.nan) and family(place.operation) not in ("matmul", "norm")
 
 
 def _nothing_computed(readings: Sequence[Reading]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -153,16 +153,20 @@ class _Setting:
     prepare_finds_modules: bool = False
 
 
+def _keeps(modules: Collection[str], tried: bool) -> str:
+    return f"{'' if tried else 'may cure it: '}keep {'it' if len(modules) == 1 else 'them'} in float32"
+
+
 def _denied(modules: Iterable[str], setting: _Setting, tried: bool) -> str:
     """Return the lines that keep modules in float32; "" for none that has a name.
 
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
     """
     parts = {name: name.rpartition(":") for name in modules}
+    in_a_file = [f"{MODULE}{name}" for name in parts]
     entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
-    in_a_file = [f"{MODULE}{name}" for name in parts]
-    keeps = f"{'' if tried else 'may cure it: '}keep {'it' if len(parts) == 1 else 'them'} in float32"
+    keeps = _keeps(parts, tried)
     if not entries:  # a model as a whole, or nothing
         return f"deny = {in_a_file!r}  # in a policy file: {keeps}" if models else ""
     which, policy = "which has that module", ""
@@ -254,19 +258,25 @@ def examined(
     if again is not None and reference.finite:
         trial = _Trials(again, functools.cache(compared or (lambda: reference)))
     if isinstance(low, Refusal):
-        fault = refusal_fault(low, reference, dtype)
-        return _concluded(fault, None, reference, setting, None if trial is None else trial.at_scale(setting))
+        refused = refusal_fault(low, reference, dtype)
+        return _concluded(refused, None, reference, setting, trial and trial.at_scale(setting))
     fault = find_fault(low, reference, dtype, scale, None, growth)
     if fault is None and parts:
-        diagnosis = _concluded(gradient_fault(low, reference, dtype, scale), low, reference, setting, trial)
-        if diagnosis.deny:  # nothing else shows that these gradients are why training is wrong
-            return diagnosis
-    if trial is not None and fault is not None and fault.kind in PRECISION:
-        trial = trial.at_scale(setting)
-        if trial.scale is not None and low.only_gradients_overflow and not fault.stays_finite:
-            trial = trial.settled()
-            fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
+        return _of_gradients(low, reference, setting, trial)
+    if trial is None or fault is None or fault.kind not in PRECISION:
+        return _concluded(fault, low, reference, setting, trial)
+    trial = trial.at_scale(setting)
+    if trial.may_settle(low, fault):
+        trial = trial.settled()
+        fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
     return _concluded(fault, low, reference, setting, trial)
+
+
+def _of_gradients(low: Seen, reference: Seen, setting: _Setting, trial: _Trials | None) -> Diagnosis:
+    """Say which gradient is wrong, if a change cures it: nothing else shows that it is why training is wrong."""
+    fault = gradient_fault(low, reference, setting.dtype, setting.scale)
+    diagnosis = _concluded(fault, low, reference, setting, trial)
+    return diagnosis if diagnosis.deny else _concluded(None, low, reference, setting, trial)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:
@@ -297,6 +307,10 @@ class _Trials:
             return self
         return replace(self, scale=min(setting.scale, fitting_scale(setting.dtype, self.compared())))
 
+    def may_settle(self, low: Seen, fault: Fault) -> bool:
+        """Return whether a smaller loss scale may be all that the batch needs."""
+        return self.scale is not None and low.only_gradients_overflow and not fault.stays_finite
+
     def settled(self) -> _Trials:
         """Run the batch at the loss scale, and at 1 where its gradients overflow even there."""
         for scale in dict.fromkeys((self.scale, 1.0)):
@@ -319,7 +333,7 @@ def _concluded(
         cure, experiments = search.cure(trial.seen), search.experiments
         if cure is not None and search.producer:
             fault = _of_producer(fault, search.producer, dtype)
-    place = fault.place
+    place, position = fault.place, fault.position
     return Diagnosis(
         fault.kind,
         dtype,
@@ -327,13 +341,13 @@ def _concluded(
         math.nan if low is None else low.replayed.loss,
         reference.replayed.loss,
         fails,
-        None if fault.position is None else last_finite(fault.readings, fault.position),
+        None if position is None else last_finite(fault.readings, position),
         None if place is None else Place.of(place),
         f"{fault.why}.",
         _of_cure(cure, setting) if cure is not None else _untried(fault, setting, fails, bool(experiments)),
         () if low is None else _bearing(fault, low, reference, dtype, scale),
         tuple(experiments),
-        () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
+        () if cure is None else cure.deny,
         links,
         fault.by_hand,
     )
