@@ -245,10 +245,13 @@ class Case:
 
 
 def _added_constant(entry: Reading) -> float:
-    """Return by how much the lowest number grows by a constant; 0 where an operation has none, or several tensors."""
+    """Return by how much the lowest number grows by a constant; 0 where an operation has none, or several tensors.
+
+    Whatever an operation is called: what zeros are no longer zero by has been added to them.
+    """
     alone = entry.inputs.elements <= entry.value.elements + 1
-    constant = alone and normalised(entry.operation) in _DIFFERENCES | _BOUNDS
-    return entry.value.lowest - entry.inputs.lowest if constant else 0.0
+    adds = normalised(entry.operation) in _DIFFERENCES | _BOUNDS or entry.inputs.zeros > entry.value.zeros
+    return entry.value.lowest - entry.inputs.lowest if alone and adds else 0.0
 
 
 def _loses(value: Stats, exact: Stats) -> bool:

@@ -98,6 +98,8 @@ def test_a_quotient_of_zeros_is_a_division_though_rounding_has_moved_other_zeros
         ("_plus_scalar", [1e-12, 1.0], [1.001e-9, 1.0], "epsilon"),
         ("AddV2", [0.0, 1.0, 1e-8], [1e-8, 1.0], "epsilon"),  # the constant is a tensor
         ("clamp_min", [0.0, 1.0], [1e-12, 1.0], "epsilon"),
+        ("scale", [0.0, 1.0], [1e-8, 1.0], "epsilon"),  # Paddle's, which adds as well
+        ("sqrt", [1e-20, 1.0], [1e-10, 1.0], "division"),
         ("mul", [1e-4, 1.0], [1e-8, 1.0], "division"),  # of 1e-4 and 1e-4
         ("add", [4e-9, 0.5, 6e-9, 0.5], [1e-8, 1.0], "division"),  # of two tensors
         ("add", [-1.0, 1.0], [1e-9, 2.0], "division"),  # 1 is added
