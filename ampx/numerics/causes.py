@@ -442,7 +442,8 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
         )
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
-    cancels = case.cancelled is not None or (kind in ("division", "logarithm") and case.holds_inputs)
+    zero = kind in ("division", "logarithm") and case.place.direction == "forward"
+    cancels = case.cancelled is not None or (zero and case.holds_inputs)
     return Fault(kind, f"{Place.of(case.place)} {why}", low.readings, position, cancels=cancels)
 
 

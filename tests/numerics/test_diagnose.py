@@ -170,6 +170,9 @@ def test_the_derivative_of_a_root_at_zero_is_told_by_the_forward_pass():
     diagnosis = diagnosed(failing, failing, "float16")
     assert (diagnosis.kind, diagnosis.float32_fails) == ("logarithm", True)
     assert "1 of 2 inputs of sqrt are zero, where its derivative is infinite" in diagnosis.why
+    slope = read("div", [1.0], [31.6], direction="backward", dtype="float32")
+    fault = find_fault(failing, seen(read("sqrt", [1e-3, 1.0], [0.03, 1.0]), slope), "float16", 1.0)
+    assert (fault.kind, fault.cancels) == ("logarithm", False)  # the place is where the root is
 
 
 FAILS = {"loss": math.nan, "gradients": [math.nan]}
