@@ -503,7 +503,7 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
     by_hand = cast_by_hand(reference.readings)
     if apart is None and by_hand is not None:
         return (
-            f"what is computed in float32 there agrees, and what the script itself casts to {by_hand.dtype}, from the "
+            f"what is computed in float32 there agrees, and what the script itself casts to {by_hand.dtype}, from "
             f"{Place.of(by_hand)} on, was not compared"
         )
     if apart is None:
