@@ -19,7 +19,7 @@ from .chain import Link, chain
 from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search
 from .operations import normalised
-from .places import Place, key_of, last_finite
+from .places import WRONG, Place, key_of, last_finite
 from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
 from .tune import kept_in_float32
@@ -123,6 +123,7 @@ def _range(stats: Stats) -> str:
 # -- what to do --------------------------------------------------------------------------------------------------------
 
 
+_CLEAR: Final = WRONG / 4  # what cures a training whose losses part brings them this close, and noise does not
 _EPSILON: Final = 1e-6  # less is no help: what is divided by it overflows soon
 _SMALLER: Final = "x = x - x.max()  # before exp, as softmax and logsumexp do; softplus(x) for log(1 + exp(x))"
 _REGION: Final = (
@@ -276,7 +277,8 @@ def _of_gradients(low: Seen, reference: Seen, setting: _Setting, trial: _Trials 
     """Say which gradient is wrong, if a change cures it: nothing else shows that it is why training is wrong."""
     fault = gradient_fault(low, reference, setting.dtype, setting.scale)
     diagnosis = _concluded(fault, low, reference, setting, trial)
-    return diagnosis if diagnosis.deny else _concluded(None, low, reference, setting, trial)
+    cured = any(entry.cures and entry.error < _CLEAR for entry in diagnosis.experiments)
+    return diagnosis if diagnosis.deny and cured else _concluded(None, low, reference, setting, trial)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:

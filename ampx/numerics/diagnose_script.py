@@ -251,7 +251,7 @@ class Runs:
 
     def _scale(self, low: Outcome) -> float:
         """Return the loss scale of the step; that with which training begins where the script raised before that."""
-        if low.run["optimizers"]:
+        if low.run["optimizers"] or low.raised is None:
             return low.scale_at(self._step)
         fixed = self._trial.settings.loss_scale
         return float(fixed) if isinstance(fixed, (int, float)) else INIT_SCALE if scaled(low.dtype) else 1.0

@@ -616,3 +616,24 @@ def test_a_wrong_gradient_is_found_behind_a_forward_pass_that_is_right(exact_gra
     if fault is not None:
         assert fault.place.operation == "tanh_backward"
         assert words in fault.why
+
+
+@pytest.mark.parametrize(("loss", "kind"), [(1.01, "digits"), (1.2, "healthy")])
+def test_a_wrong_gradient_is_named_only_if_float32_there_brings_the_losses_together(loss, kind):
+    """Of noise, too, a change makes less."""
+
+    def run(gradient, dtype, loss):
+        tanh = replace(sampled("tanh_backward", [1.0], gradient, dtype), direction="backward")
+        return seen(sampled("tanh", [4.0], [1.0], dtype), tanh, loss=loss)
+
+    reference, tried = run([4e-3], "float32", 1.0), []
+
+    def again(change, modules):
+        tried.append(change.float32)
+        return run([4e-3], "float32", loss)
+
+    low = run([0.0], "bfloat16", 1.0)
+    diagnosis = examined(low, reference, "bfloat16", 1.0, again, parts=True)
+    assert tried[0] == ("block",)
+    assert (diagnosis.kind, diagnosis.deny) == (kind, ("module:block",) if kind == "digits" else ())
+    assert examined(low, reference, "bfloat16", 1.0, again).kind == "healthy"  # where the losses do not part
