@@ -173,11 +173,12 @@ class Case:
     @property
     def divides_by_zero(self) -> bool:
         """Whether a divisor is zero: a zero that is divided by anything else is zero."""
-        place = self.place
-        if place.value.nan and normalised(place.operation) in _QUOTIENTS:
+        value, inputs = self.place.value, self.place.inputs
+        if value.nan and normalised(self.place.operation) in _QUOTIENTS:
             return True  # 0/0
-        held = self.reference is not None and not self.beyond  # so that only zero makes infinities
-        return place.inputs.zeros > (0 if held else place.value.zeros)
+        has_both = inputs.elements > value.elements + 1
+        only_zero_overflows = has_both and inputs.largest <= self.form.largest * inputs.smallest
+        return inputs.zeros > (0 if only_zero_overflows else value.zeros)
 
     @property
     def new_zeros(self) -> bool:
@@ -209,10 +210,12 @@ class Case:
 
     @property
     def flushes_a_constant(self) -> bool:
-        """Whether a constant that was added, or that bounds from below, is zero in the dtype."""
+        """Whether a constant that was added, or that bounds from below, is zero in the dtype: in whatever module."""
+        lost = ((entry, exact) for entry, exact in self._pairs() if entry.value.zeros > exact.value.zeros)
         return any(
-            entry.value.zeros > exact.value.zeros and 0 < _added_constant(exact) <= self.form.flushes_to
-            for entry, exact in self._own_pairs()
+            0 < _added_constant(exact) <= self.form.flushes_to
+            or (normalised(entry.operation) in _BOUNDS and exact.value.lowest > 0)
+            for entry, exact in lost
         )
 
     def has_new_zeros(self, entry: Reading) -> bool:
@@ -221,7 +224,11 @@ class Case:
         return entry.inputs.zeros > (0 if exact is None else exact.inputs.zeros)
 
     def _own_pairs(self) -> Iterator[tuple[Reading, Reading]]:
-        """Walk over values of the same module, in the forward pass before the place, each with that of float32.
+        """Walk over those pairs that are in the module of the place."""
+        return ((entry, exact) for entry, exact in self._pairs() if entry.module == self.place.module)
+
+    def _pairs(self) -> Iterator[tuple[Reading, Reading]]:
+        """Walk over values of the forward pass before the place, each with that of float32.
 
         Casts are numbered otherwise there.
         """
@@ -229,8 +236,7 @@ class Case:
             if entry is self.place:
                 return
             exact = (self.healthy or {}).get(key_of(entry))
-            own = entry.module == self.place.module and entry.direction == "forward"
-            if own and exact is not None and family(entry.operation) != "cast":
+            if exact is not None and entry.direction == "forward" and family(entry.operation) != "cast":
                 yield entry, exact
 
     @property

@@ -98,6 +98,7 @@ def test_a_quotient_of_zeros_is_a_division_though_rounding_has_moved_other_zeros
         ("_plus_scalar", [1e-12, 1.0], [1.001e-9, 1.0], "epsilon"),
         ("AddV2", [0.0, 1.0, 1e-8], [1e-8, 1.0], "epsilon"),  # the constant is a tensor
         ("clamp_min", [0.0, 1.0], [1e-12, 1.0], "epsilon"),
+        ("_maximum_scalar", [1e-8, 1.0], [1e-8, 1.0], "epsilon"),  # where float32 needs no bound
         ("scale", [0.0, 1.0], [1e-8, 1.0], "epsilon"),  # Paddle's, which adds as well
         ("sqrt", [1e-20, 1.0], [1e-10, 1.0], "division"),
         ("mul", [1e-4, 1.0], [1e-8, 1.0], "division"),  # of 1e-4 and 1e-4
@@ -114,16 +115,31 @@ def test_an_epsilon_is_a_constant_that_rounds_to_zero(operation, inputs, value, 
     assert (flushed in diagnosis.why) == (kind == "division")
 
 
-@pytest.mark.parametrize(("operation", "kind", "value"), [("log", "logarithm", -7.0), ("rsqrt", "division", 31.6)])
+@pytest.mark.parametrize(
+    ("operation", "kind", "values"), [("log", "logarithm", (-7, 0)), ("rsqrt", "division", (32, 1))]
+)
 @pytest.mark.parametrize(("smallest", "underflows"), [(1e-3, False), (1e-9, True)])
-def test_a_zero_underflows_only_where_the_dtype_does_not_hold_it(operation, kind, value, smallest, underflows):
+def test_a_zero_underflows_only_where_the_dtype_does_not_hold_it(operation, kind, values, smallest, underflows):
     """What another module has made zero of numbers that float16 holds is not flushed."""
-    exact = read(operation, [smallest, 1.0], [value, 0.0], dtype="float32")
-    low = read(operation, [0.0, 1.0], [math.inf, 0.0])
+    exact = read(operation, [smallest, 1.0], values, dtype="float32")
+    low = read(operation, [0.0, 1.0], [math.inf, values[1]])
     fault = find_fault(seen(low, loss=math.inf), seen(exact), "float16", 1.0)
     assert fault.kind == kind
     assert ("underflows" in fault.why or "smallest number" in fault.why) == underflows
     assert fault.cancels is not underflows  # so that the module before it is asked about
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind"),
+    [
+        ([0.0, 1.0, 1e-5, 1.0, 1.0], "overflow"),  # 1 / 1e-5, for 1 - x has lost its digits
+        ([0.0, 0.0, 1.0, 0.5, 1.0], "division"),
+    ],
+)
+def test_a_divisor_is_zero_where_nothing_else_overflows(inputs, kind):
+    exact = read("div", [0.0, 1.0, 6e-5, 1.0, 1.0], [0.0, 1.6e4], dtype="float32")
+    low = read("div", inputs, [0.0, math.inf])
+    assert diagnosed(seen(low, loss=math.inf), seen(exact), "float16").kind == kind
 
 
 def test_what_is_divided_may_be_zero_where_the_divisor_is_not():
