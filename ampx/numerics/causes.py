@@ -211,12 +211,16 @@ class Case:
     @property
     def flushes_a_constant(self) -> bool:
         """Whether a constant that was added, or that bounds from below, is zero in the dtype: in whatever module."""
-        lost = ((entry, exact) for entry, exact in self._pairs() if entry.value.zeros > exact.value.zeros)
-        return any(
-            0 < _added_constant(exact) <= self.form.flushes_to
-            or (normalised(entry.operation) in _BOUNDS and exact.value.lowest > 0)
-            for entry, exact in lost
-        )
+        return any(self._flushes_its_constant(entry, exact) for entry, exact in self._pairs())
+
+    def _flushes_its_constant(self, entry: Reading, exact: Reading) -> bool:
+        has_lost = entry.value.zeros > exact.value.zeros
+        if has_lost and normalised(entry.operation) in _BOUNDS and exact.value.lowest > 0:
+            return True
+        # Where a dtype is simulated, a module rounds what it receives and returns, and no operation of it.
+        will_lose = 0 < entry.value.smallest <= self.form.flushes_to
+        constants = (_added_constant(each) for each in (entry, exact))
+        return (has_lost or will_lose) and any(0 < constant <= self.form.flushes_to for constant in constants)
 
     def has_new_zeros(self, entry: Reading) -> bool:
         """Whether a value of the forward pass was computed from zeros that are none in float32, as far as is known."""
