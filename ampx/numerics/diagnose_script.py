@@ -111,9 +111,9 @@ def _look_at_late_skip(
 
     None where there is none, or only the loss scale is why. See `_look_at` for the arguments.
     """
-    made = [step for step in range(1, first.steps + 1) if step not in first.skipped]
-    late = next((step for step in first.skipped if made and step > made[0]), None)
-    if late is None or first.scale_at(late) > first.scale_at(max(step for step in made if step < late)):
+    applied = [step for step in range(1, first.steps + 1) if step not in first.skipped]
+    late = next((step for step in first.skipped if applied and step > applied[0]), None)
+    if late is None or first.scale_at(late) > first.scale_at(max(step for step in applied if step < late)):
         return None
     diagnosis, report = _look_at(trial, late, "skipped", first, [*notes], run, progress)
     return None if diagnosis is None or diagnosis.kind in ("loss scale", "healthy") else (diagnosis, report)
