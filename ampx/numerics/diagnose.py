@@ -131,8 +131,8 @@ _REGION: Final = (
     "    ..."
 )
 _BY_HAND: Final = (
-    "# may cure it, and was not tried: cast to float32 before the operation above, or not to less\n"
-    "# at all; where a script casts by hand, no option acts"
+    "# may cure it, and was not tried: cast to float32 before the operation above, or leave out the cast;\n"
+    "# no option changes what the script itself casts"
 )
 _WIDE: Final = 'amp = ampx.init(dtype="bfloat16")'
 _UNTRIED: Final = "# may cure it, and was not tried:\n"

@@ -515,7 +515,7 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
     module = f"module {apart.module!r}" if apart.module else "the model"
     if math.isinf(apart.error):
         return f"outputs of {module} are not finite"
-    return f"{module} is off by {apart.error:.2g} of its norm, where rounding explains {apart.bound:.2g}"
+    return f"{module} is {percent(apart.error)} from float32's, where rounding explains {percent(apart.bound)}"
 
 
 def lost_updates(outcome: Outcome) -> list[str]:
@@ -528,8 +528,8 @@ def lost_updates(outcome: Outcome) -> list[str]:
             share, dtype = percent(unchanged / moved), low[0]["dtype"]
             sentences.append(
                 f"{share} of the updates of weights in {dtype} were rounded away in step {meter['last']['step']}, by "
-                f"{meter['optimizer']}: they are smaller than what lies between two numbers of {dtype}. To store the "
-                f"weights in float32 may cure it, and was not tried."
+                f"{meter['optimizer']}: they are smaller than the spacing of numbers in {dtype}. To store the weights "
+                f"in float32 may cure it, and was not tried."
             )
     return sentences
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Final, Generic, TypeVar, get_args
 
 import numpy as np
 
@@ -426,6 +426,7 @@ class Search(abc.ABC, Generic[Run]):
         dtype: The low precision.
         tolerance: How far a run may be from float32's.
         asked: That, as the user passed it; None where it is what rounding explains.
+        measures: What is run.
         scale: The loss scale of runs in the dtype; it falls where gradients overflow.
         smallest_scale: What it falls to: with less, gradients would flush, which is tried once.
         runs: How many runs were made.
@@ -446,6 +447,7 @@ class Search(abc.ABC, Generic[Run]):
     dtype: str
     tolerance: Tolerance
     asked: float | None = None
+    measures: ClassVar[str] = "script"
     scale: float = 1.0
     smallest_scale: float = 1.0
     runs: int = 0
@@ -587,7 +589,8 @@ class Search(abc.ABC, Generic[Run]):
 
     def limit(self, numbers: str) -> str:
         """Return in words how far a run may be from float32's: by these numbers."""
-        return f"{'what rounding alone changes' if self.asked is None else 'the tolerance'} ({numbers})"
+        limit = f"the rounding noise of this {self.measures}" if self.asked is None else "the tolerance"
+        return f"{limit} ({numbers})"
 
     def policy(self, **fields: Any) -> TunedPolicy:
         """Return a policy with these fields, and those of the search."""
@@ -774,6 +777,8 @@ class _Replay:
 
 class _BatchSearch(Search[_Replay]):
     """One batch, computed again and again."""
+
+    measures = "batch"
 
     def __init__(
         self,
