@@ -148,7 +148,8 @@ def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_
 
 def test_a_module_that_returns_zero_of_what_it_rounded_is_named_and_not_the_logarithm_of_it():
     sigmoid = ("kept", "sigmoid", lambda x: 1 / (1 + np.exp(-x)))
-    chain = Chain([sigmoid, ("kept", "rsub", lambda x: 1 - x), ("loss", "log", lambda x: -np.log(x))], [9.0, 10.0])
+    log = ("loss", "log", lambda x: -np.log(x))
+    chain = Chain([sigmoid, ("kept", "rsub", lambda x: 1 - x), log], [9.0, 10.0], promotes=("log",))
     diagnosis, _ = chain.examine()
     assert denied(diagnosis) == ("kept",)
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "kept")

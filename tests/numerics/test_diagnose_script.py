@@ -399,3 +399,21 @@ def test_a_step_that_is_skipped_behind_others_at_the_same_loss_scale_is_looked_a
     diagnosis, result = trains((1.0,) * 6, (1.0,) * 6, skipped, scales=scales)
     assert result["looked_at"] == step
     assert (diagnosis is None) == (step == 6)
+
+
+@pytest.mark.parametrize(("loss_scale", "scale"), [(None, 2.0**16), (8.0, 8.0)])
+def test_a_script_that_raises_before_its_first_step_is_examined_at_the_loss_scale_that_training_begins_with(
+    loss_scale, scale
+):
+    def run(trial):
+        dtype = trial.settings.dtype
+        facts = {"framework": "toy", "device": "cpu", "level": "O1", "reason": "", "meters": [], "notes": []}
+        facts |= {"dtype": dtype, "steps": int(dtype == "float32"), "optimizers": []}
+        value = Stats(1, largest=7e4, smallest=7e4, lowest=7e4) if dtype == "float32" else Stats(1, nonfinite=1)
+        readings = {1: (Reading("layer", "Net", "", "forward", 0, dtype, value, Stats(1, largest=1.0)),)}
+        low = {"raised": ("ValueError: not finite", "train.py:3")} if dtype == "float16" else {}
+        return Outcome(facts, (1.0,) * facts["steps"], readings=readings, watches=True, **low)
+
+    settings = RunSettings("float16", loss_scale=loss_scale)
+    diagnosis, _ = diagnose_script(Program("train.py"), settings, framework="toy", run=run)
+    assert (diagnosis.kind, diagnosis.scale) == ("overflow", scale)
