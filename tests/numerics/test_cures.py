@@ -146,6 +146,15 @@ def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_
     assert diagnosis.why.startswith("the output of module 'a' loses precision in float16 that is needed later: the ")
 
 
+def test_a_module_that_returns_zero_of_what_it_rounded_is_named_and_not_the_logarithm_of_it():
+    sigmoid = ("kept", "sigmoid", lambda x: 1 / (1 + np.exp(-x)))
+    log = ("loss", "log", lambda x: -np.log(x))
+    chain = Chain([sigmoid, ("kept", "rsub", lambda x: 1 - x), log], [9.0, 10.0], promotes=("log",))
+    diagnosis, _ = chain.examine()
+    assert denied(diagnosis) == ("kept",)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "kept")
+
+
 def test_a_module_is_not_blamed_whose_float32_only_widens_what_is_computed_of_its_output():
     """`a` in float32 cures, for what is added and subtracted behind it is in float32, too; rounded, its output does."""
     steps = [("a", "relu", np.abs), ("", "add", lambda x: x + 2048), ("", "sub", lambda x: x - 2048)]
