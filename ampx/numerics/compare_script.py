@@ -692,7 +692,8 @@ def _fault(
     place = diagnosis.first_nonfinite
     cures = [str(experiment) for experiment in diagnosis.experiments if experiment.cures]
     said = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
-    fault = {"step": step, **said, "cure": cures[-1] if cures else None}
+    said |= {"cure": cures[-1] if cures else None, "advice": diagnosis.advice, "deny": diagnosis.deny}
+    fault = {"step": step, **said}
     # What float32 computes alike does not differ. Outside of all modules, or of the model as a whole, none is named.
     if diagnosis.by_hand or place is None or not place.module:
         return fault, None

@@ -35,9 +35,10 @@ of ours sees the case:
 - **wrong**: a kind or a place is named that is not true, or it is said that all agrees, or that precision is innocent;
 - **accused**: a fault is named of a twin.
 
-`compare` gives no advice. It is right if the value that it says parts first is of a module at fault or inside of it, or
-is one of `gradient`; where no module is at fault, if it names no output of any and does not rely on the dtype. Where
-float32 itself fails it is right if it says so. It is wrong if it names another, or names none and relies on the dtype.
+The advice of `compare` is carried out, too. It is right if the value that it says differs first is of a module at fault
+or inside of it, or is one of `gradient`; where no module is at fault, if it names no output of any and does not rely on
+the dtype. Where float32 itself fails it is right if it says so. It is wrong if it names another, or names none and
+relies on the dtype.
 
 A run is healthy if its losses, without those of skipped steps, are finite and those of float32 within the tolerance.
 """

@@ -200,10 +200,11 @@ def compared(runner, case, twin):
         return ("right without cure" if "float32 itself" in said else "wrong" if blames else "silent"), said
     if first is None and not blames:
         return "wrong", said
+    right = "right and curing" if facts["fault"] and _cures(runner, case, facts["fault"]) else "right without cure"
     if first is None:
         named = any(name in parameter for name in case.modules if name for parameter in facts["flushed"])
-        return ("right without cure" if named or not any(case.modules) else "silent"), said
-    return ("right without cure" if _is_true_first(case, first) else "wrong"), said
+        return (right if named or not any(case.modules) else "silent"), said
+    return (right if _is_true_first(case, first) else "wrong"), said
 
 
 def _is_true_first(case, first):
@@ -364,7 +365,7 @@ in 3. That is what to expect of a script of your own. The rows below show the ru
 | **✗** | wrong | a kind or a place is not true, or all is said to be well |
 | **!** | twin accused | a fault is named in the healthy twin |
 
-No mark: not run. ○ is the best that `compare` and other tools reach, whose advice is not carried out here.
+No mark: not run. ○ is the best that other tools reach, which give no advice.
 
 - `tune` is right, too, where float32 itself fails and it says so. It is wrong if the script does not train by its
   policy as in float32, or if that keeps in float32 what is not at fault.

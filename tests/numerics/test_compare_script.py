@@ -312,6 +312,8 @@ def test_the_module_that_lost_the_digits_is_named_and_not_the_one_that_misses_th
     assert cure == (
         "Cure, tried: with module 'pos' in float32, at a loss scale of 8: loss 0.25, finite, 0 % from float32's."
     )
+    assert list(facts["fault"]["deny"]) == ["module:pos"]
+    assert "deny=['module:pos']" in facts["fault"]["advice"]
 
 
 def elsewhere(noise, loss=0.125 * 1.03):
