@@ -14,6 +14,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
+from ampx.backend import CastPlan
 from ampx.events import Event
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
@@ -63,7 +64,8 @@ class KerasManager(Manager[Managed]):
     def session(self, graphs: bool) -> Amp:
         """Return the session, casting graphs and what is outside of them from now on where asked for.
 
-        Layers cast only where prepared. Outside of graphs a rewriter that casts nothing here is not missed.
+        Layers cast only where prepared. Where the rewriter casts nothing to the dtype on the device, which is tried,
+        products are cast one by one in graphs, too, as outside of them.
         """
         new = self.run.amp is None
         if new and (policy := rewrite.mixed_policy()):
@@ -84,9 +86,9 @@ class KerasManager(Manager[Managed]):
     def _cast_graphs(self, amp: Amp) -> None:
         plan = amp.casting
         with self.at_work:  # the rewriter is tried in a session, which is none of the script's
-            if self.forces:
+            if self.forces or (plan is not None and _only_products_cast(plan)):
                 self.operations.cast_in_graphs()
-            elif plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
+            elif plan is not None and not rewrite.process.is_on:
                 with self.working():
                     rewrite.process.on(plan)
 
@@ -291,6 +293,14 @@ class KerasManager(Manager[Managed]):
             enabled=True,
             reason="as Keras's dtype policies of the script say",
         )
+
+
+def _only_products_cast(plan: CastPlan) -> bool:
+    """Return whether the rewriter casts nothing, but products can be; it is tried. Sync: one, the first time.
+
+    A graph of TensorFlow 1 is made before its optimizer, with which casting begins: only the rewriter could cast it.
+    """
+    return not rewrite.casts(plan) and bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
 # -- patches ------------------------------------------------------------------------------------------------
