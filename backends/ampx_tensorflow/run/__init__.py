@@ -1,8 +1,9 @@
 """`ampx run` in TensorFlow: a script that knows nothing of ampx trains in mixed precision.
 
 A model that Keras compiles and trains by itself is cast by its layers' policies, as by hand: all but those that give
-the outputs. Everything else is cast by the graph rewriter, and outside of graphs product by product, so that the script
-sees float32 everywhere: loops over `GradientTape`, models with a training step of their own, graphs of TensorFlow 1.
+the outputs. Everything else is cast by the graph rewriter, and product by product outside of graphs and where it casts
+nothing, so that the script sees float32 everywhere: loops over `GradientTape`, models with a training step of their
+own, graphs of TensorFlow 1.
 
 The script is not ours to edit: TensorFlow is patched, and every patch ends with the region that `automate` opens:
 
@@ -11,7 +12,7 @@ The script is not ours to edit: TensorFlow is patched, and every patch ends with
 - `own_gradients`: gradient functions that the script wrote, which get unscaled gradients;
 - `debugging`: TensorFlow's own debuggers, which see the loss scale;
 - `models`: how Keras compiles and fits models;
-- `operations`: products outside of graphs, and what computed in which dtype;
+- `operations`: products that are not rewritten, and what computed in which dtype;
 - `observing`: functions that are called, where somebody looks on;
 - `tf1`: optimizers and sessions of TensorFlow 1, and optimizers of Keras 2, where their former names are there.
 """

@@ -33,6 +33,11 @@ from .own_gradients import OwnGradients
 # NVIDIA's containers: graphs are cast, and (the first only) losses scaled, for every script.
 _BOTH: Final = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _GRAPHS: Final = "TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE"
+_UNCOMPILED: Final = (
+    "Watched steps ran outside of graphs, where products are cast one by one, and their results are float32 again. "
+    "`ampx run` has TensorFlow's graph rewriter cast them, which computes operations between products in low "
+    "precision, too."
+)
 _RECIPE: Final = "keras.mixed_precision.LossScaleOptimizer"
 
 
@@ -173,6 +178,8 @@ class KerasManager(Manager[Managed]):
             losses: A variable with the sum of its losses, of which each step gets its share; it is cleared.
         """
         observer, missed = self.run.recorder.observer, {}
+        if observer is not None and rewrite.process.is_on and tf.config.functions_run_eagerly():
+            observer.note(_UNCOMPILED)
         for wrapped in self.wrapped:
             if isinstance(wrapped, AmpOptimizer):
                 missed[wrapped.ampx_member.group.index] = self._missed(wrapped)

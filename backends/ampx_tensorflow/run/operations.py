@@ -1,8 +1,8 @@
 """Products that TensorFlow's rewriter does not see are cast, and what computed in which dtype is counted.
 
-The rewriter sees graphs only, and none that XLA compiles. Outside of those that it sees, the same operations are cast
-one by one, where Python calls them: float32 operands become low precision and the result float32 again, as a script
-sees them under the rewriter.
+The rewriter sees graphs only, and none that XLA compiles, and some dtypes it casts on no such device. What it does not
+cast is cast one by one, where Python calls the same operations: float32 operands become low precision and the result
+float32 again, as a script sees them under the rewriter.
 """
 
 from __future__ import annotations
