@@ -53,6 +53,7 @@ class Seen:
         readings: What was read.
         skipped: Whether the step of the batch was skipped; None where none was made.
         largest_loss: The largest loss of the steps up to this one; 0 where only this one is known.
+        tolerance: How far rounding alone may move the loss, as `loss_error` has it; None where that is not known.
         fails_later: Training does not go on behind this step; false where that is not known.
     """
 
@@ -60,6 +61,7 @@ class Seen:
     readings: tuple[Reading, ...] = ()
     skipped: bool | None = None
     largest_loss: float = 0.0
+    tolerance: float | None = None
     fails_later: bool = False
 
     @property

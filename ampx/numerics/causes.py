@@ -555,12 +555,17 @@ def loss_error(low: Seen, reference: Seen) -> float:
     return abs(low.replayed.loss - exact) / size if size else 0.0
 
 
+def loss_is_wrong(low: Seen, reference: Seen) -> bool:
+    """Return whether a loss is further from float32's than rounding explains."""
+    return loss_error(low, reference) > (WRONG if reference.tolerance is None else reference.tolerance)
+
+
 def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | None:
     """Say what is wrong with a batch whose loss is finite: an infinity that became zero, say; None for nothing."""
     if not math.isfinite(low.replayed.loss) or not math.isfinite(reference.replayed.loss):
         return None
     error = loss_error(low, reference)
-    position = first_wrong(low.readings, exact, dtype, error > WRONG)
+    position = first_wrong(low.readings, exact, dtype, loss_is_wrong(low, reference))
     if position is None:
         return None
     place = low.readings[position]

@@ -277,7 +277,8 @@ def _of_gradients(low: Seen, reference: Seen, setting: _Setting, trial: _Trials 
     """Say which gradient is wrong, if a change cures it: nothing else shows that it is why training is wrong."""
     fault = gradient_fault(low, reference, setting.dtype, setting.scale)
     diagnosis = _concluded(fault, low, reference, setting, trial)
-    cured = any(entry.cures and entry.error < _CLEAR for entry in diagnosis.experiments)
+    clear = min(_CLEAR, reference.tolerance or _CLEAR)
+    cured = any(entry.cures and entry.error < clear for entry in diagnosis.experiments)
     return diagnosis if diagnosis.deny and cured else _concluded(None, low, reference, setting, trial)
 
 
