@@ -164,11 +164,11 @@ class Parting:
             low: The run.
             noise: Returns two runs that differ by rounding alone, see `rounded`.
         """
-        off, least = _losses_off(exact, low), bound(low.dtype, 0)
+        off, least = losses_off(exact, low), bound(low.dtype, 0)
         if not least < max(off.values(), default=0.0) <= WRONG:
             return cls(off)
         try:
-            apart = _losses_off(*noise())
+            apart = losses_off(*noise())
         except TrialError:
             return cls(off)
         largest = itertools.accumulate((apart[step] for step in sorted(apart)), max)
@@ -209,7 +209,7 @@ def rounded(trial: Trial, dtype: str, run: Callable[[Trial], Outcome], progress:
     return outcomes
 
 
-def _losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
+def losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
     """Return by step how far its loss is from float32's, as `loss_error` has it.
 
     Behind the first skipped step that is not known: float32 has made it.

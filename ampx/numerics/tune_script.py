@@ -30,7 +30,7 @@ from .batch import FLOAT32, Seen, fitting_scale, scaled
 from .causes import find_fault
 from .compare import ModuleError, error_map, module_errors, relative_error
 from .cures import low_operation
-from .diagnose_script import lost_updates
+from .diagnose_script import Parting, losses_off, lost_updates
 from .journal import Journal, digest_of
 from .operations import failing
 from .places import cast_by_hand, key_of, of_the_step
@@ -62,6 +62,7 @@ from .tune import (
     kept_in_float32,
     minimal,
     most_runs,
+    rounded_alone,
     searched,
     slow_modules,
 )
@@ -232,7 +233,12 @@ class _ScriptSearch(Search[Outcome]):
         run = self.run(replace(trial, watched=(step,), steps=step, watching=watching))
         loss = run.losses[-1] if run.losses else math.nan
         readings = of_the_step(run.readings.get(step, ()))
-        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, step in run.skipped)
+        largest = max((abs(loss) for loss in run.losses if loss is not None and math.isfinite(loss)), default=0.0)
+        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, step in run.skipped, largest)
+
+    def fails_rounded(self, module: str) -> bool:
+        forced = rounded_alone(module, self.modules, self.dtype)
+        return bool(self.failure(self.run(replace(self.wide, forced=forced, may_raise=True))))
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
         """Return what the operations of the first step compute in float32."""
@@ -359,13 +365,15 @@ class _ScriptSearch(Search[Outcome]):
             raise UnsupportedOpError(str(error)) from error
 
     def _noted(self, kept: Kept, run: Outcome) -> Outcome:
-        """Note in which step a run fails: the first that is skipped, raises, or has a loss that is not finite.
+        """Note in which step a run fails: the first that is skipped, raises, or has a loss that is not finite, or wrong.
 
-        What is only off is looked at in the first step: later the weights are others.
+        Where only other values are off, that is the first step: later the weights are others.
         """
         broken = [step for step, loss in enumerate(run.losses, 1) if not _is_finite(loss)]
         raised = [] if run.raised is None else [len(run.losses) + 1]
-        self.step_of[kept] = min([*run.skipped, *broken, *raised], default=1)
+        off = losses_off(self.reference, run)
+        wrong = filter(Parting(off, dict.fromkeys(off, self.tolerance.loss)).is_wrong, off)
+        self.step_of[kept] = min([*run.skipped, *broken, *raised, *wrong], default=1)
         return run
 
     def overflows(self, run: Outcome) -> bool:

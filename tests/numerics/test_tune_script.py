@@ -254,7 +254,7 @@ class OutsideOfModules(Pretended):
         operations = between(
             ("add", finite, finite), ("secret", broken, finite), ("mul", broken, finite), ("sub", broken, broken)
         )
-        return replace(outcome, readings={1: among(outcome.readings[1], *operations)})
+        return replace(outcome, readings={step: among(own, *operations) for step, own in outcome.readings.items()})
 
 
 def test_what_fails_outside_of_modules_is_cured_by_an_operation():
