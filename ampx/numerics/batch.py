@@ -98,8 +98,10 @@ class Refusal:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the type and the first line of what was raised."""
-    return f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
+    """Return the type and the first line of what was raised, or the last one where that begins with a traceback."""
+    name, lines = type(error).__name__, str(error).strip().splitlines() or ["(no message)"]
+    words = lines[-1] if lines[0].startswith("Traceback ") else lines[0]  # MXNet's own, whose last line has the type
+    return f"{name}: {words.removeprefix(f'{name}: ')}"
 
 
 class Batch:

@@ -519,6 +519,11 @@ def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
     assert "ValueError: (no message)" in other.why
 
 
+def test_an_error_that_begins_with_a_traceback_of_its_own_is_said_in_its_last_words():
+    text = 'Traceback (most recent call last):\n  File "base.h", line 229\nRuntimeError: unknown type: 2'
+    assert in_one_line(RuntimeError(text)) == "RuntimeError: unknown type: 2"
+
+
 def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to():
     exact = seen(
         sampled("relu", [1.0], [1.0]),
