@@ -724,6 +724,7 @@ def at_fault(search: Search[Any], kept: Kept) -> Kept:
 def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
     """Return what fails without a module, outside of it, and is computed in float32 with it; None for nothing.
 
+    Or what is a cast, which is not made with it.
     None, too, if something that the module has returned before is wrong already.
     """
     fault = search.fault(kept.without(name))
@@ -734,8 +735,9 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
     if _is_wrong_before(search, fault, name, step):
         return None
     with_it = search.seen(kept, step).readings
-    now = next((entry for entry in with_it if key_of(entry) == key_of(place)), place)
-    return None if is_low(now) else fault
+    now = next((entry for entry in with_it if key_of(entry) == key_of(place)), None)
+    is_wide = family(place.operation) == "cast" if now is None else not is_low(now)
+    return fault if is_wide else None
 
 
 def _is_wrong_before(search: Search[Any], fault: Fault, name: str, step: int) -> bool:

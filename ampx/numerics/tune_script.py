@@ -28,7 +28,7 @@ from ampx.run.program import Program
 
 from .batch import FLOAT32, Seen, fitting_scale, scaled
 from .causes import find_fault
-from .compare import ModuleError, error_map, module_errors, relative_error
+from .compare import MARGIN, ModuleError, error_map, module_errors, relative_error
 from .cures import low_operation
 from .diagnose_script import Parting, losses_off, lost_updates
 from .journal import Journal, digest_of
@@ -38,6 +38,7 @@ from .probe import Reading, Replayed, Watching
 from .template import Imported
 from .timing import busy
 from .tolerance import (
+    LARGEST_TOLERANCE,
     Distance,
     Place,
     Tolerance,
@@ -252,21 +253,23 @@ class _ScriptSearch(Search[Outcome]):
         """Run in the dtype that was chosen; with it loss scale and tolerance are fixed."""
         self.dtype = dtype
         self.scale = self._fitting() if scaled(dtype) else 1.0
-        self.rounded: list[Outcome] = []
+        names = not self.unnamed and dtype != FLOAT32.dtype
+        self.rounded = [self._rounded(seed) for seed in (0, 1)] if names else []
         self.asked = tolerance
         self.repeated: list[Distance] = []  # of runs in float32 from one another, where they differ
-        self.tolerance = self._explained(seeds=2).at(tolerance)
+        self.spared: list[Distance] = []  # of a run that rounds all but one module
+        self.tolerance = self._explained().at(tolerance)
         deciding = (self.tolerance.smallest_scale(dtype, self.reference.readings.get(step, ())) for step in _DECIDING)
         self.smallest_scale = min(self.scale, max(deciding))
         self.first = self.settled(NOTHING)
-        if dtype != FLOAT32.dtype and self.failure(self.first):
-            self._repeat_float32()
-            # Before anything is blamed, noise is sampled once more: it may be a jump, which one pair of runs misses.
-            self.tolerance = self._explained(seeds=3).at(tolerance)
-        self.failures.update(self._known(tolerance))
-        self.failures[NOTHING] = self.failure(self.first)
         self.errors = {step: step_errors(self.reference, self.first, step, dtype) for step in self.watched}
         self.order = self._order()
+        if dtype != FLOAT32.dtype and self.failure(self.first):
+            self._repeat_float32()
+            self._sample_noise_again()  # before anything is blamed
+            self.tolerance = self._explained().at(tolerance)
+        self.failures.update(self._known(tolerance))
+        self.failures[NOTHING] = self.failure(self.first)
         self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
         self.broken_outputs: set[str] = set()
         for step, errors in self.errors.items():
@@ -306,16 +309,34 @@ class _ScriptSearch(Search[Outcome]):
         readings = [entry for entries in self.reference.readings.values() for entry in entries]
         return fitting_scale(self.dtype, Seen(Replayed(0.0, {}, {}), tuple(readings)))
 
-    def _explained(self, seeds: int) -> Tolerance:
-        """Return what rounding explains, measured where modules have names by runs with so many seeds of rounding."""
-        if not self.unnamed and self.dtype != FLOAT32.dtype:
-            for seed in range(len(self.rounded), seeds):
-                self.rounded.append(self.run(replace(self.wide, forced=rounding(self.dtype, seed), may_raise=True)))
-            if not any(run.raised for run in self.rounded):
-                pairs = itertools.pairwise(self.rounded)
-                apart = [self.distance(second, first) for first, second in pairs]
-                return by_rounding(self.dtype, *apart, *self.repeated)
+    def _explained(self) -> Tolerance:
+        """Return what rounding explains, measured where modules have names."""
+        if self.rounded and not any(run.raised for run in self.rounded):
+            apart = [self.distance(second, first) for first, second in itertools.pairwise(self.rounded)]
+            return by_rounding(self.dtype, *apart, *self.spared, *self.repeated)
         return by_count(self.dtype, len(self.reference.readings[1]), *self.repeated)
+
+    def _rounded(self, seed: int, spared: Iterable[str] = ()) -> Outcome:
+        """Run in float32 with all modules rounded but some."""
+        forced = {**rounding(self.dtype, seed), **kept_in_float32(spared, self.modules)}
+        return self.run(replace(self.wide, forced=forced, may_raise=True))
+
+    def _sample_noise_again(self) -> None:
+        """Sample noise once more: it may be a jump, which one pair of runs misses.
+
+        If rounding breaks the run, all such runs are broken alike, and tell nothing of the noise of one that is not.
+        Then the module likeliest to be at fault is spared, and what is left is noise if that mends the run.
+        """
+        if not self.rounded or any(run.raised for run in self.rounded):
+            return
+        broken = self.distance(self.rounded[0])
+        if not self.tolerance.exceeded(broken):
+            self.rounded.append(self._rounded(len(self.rounded)))
+            return
+        run = self._rounded(0, self.order[:1])
+        if not run.raised:
+            noise = self.distance(run)
+            self.spared += [noise] * (MARGIN * noise.loss < min(LARGEST_TOLERANCE, broken.loss))
 
     def _repeat_float32(self) -> None:
         """Run in float32 again: what differs from run to run is noise, for which precision is not to be blamed.

@@ -225,6 +225,23 @@ def test_a_module_is_kept_for_a_finite_value_that_is_wrong_behind_it_unless_its_
     assert search.hands_on == says
 
 
+@pytest.mark.parametrize(("operation", "says"), [("_backward_amp_cast", ["first"]), ("mul", [])])
+def test_a_module_is_kept_for_a_cast_behind_it_that_is_not_made_with_it(operation, says):
+    search = ShieldedSearch(cures=("module:first",))
+    see = search.look
+    search.look = lambda kept, step: replace(
+        see(kept, step),
+        readings=tuple(
+            replace(entry, operation=entry.operation and operation)
+            for entry in see(kept, step).readings
+            if not entry.operation or entry.dtype == "float16"
+        ),
+    )
+    kept = Kept(frozenset({"first"}))
+    assert at_fault(search, kept) == kept
+    assert list(search.hands_on) == says
+
+
 def test_each_of_the_others_is_left_out_again_where_one_is_replaced():
     search = ShieldedSearch(others=("last",))
     assert at_fault(search, Kept(frozenset({"first", "last"}))) == Kept(frozenset({"last"}), frozenset({"mul"}))

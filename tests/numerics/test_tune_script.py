@@ -604,6 +604,22 @@ def test_what_eight_times_the_noise_of_float32_explains_is_blamed_on_no_module(n
     assert any("differ from run to run in float32, by 0.2 %" in note for note in report["notes"]) == bool(noise)
 
 
+def test_noise_is_measured_where_rounding_does_not_break_the_run():
+    """Rounded in `layer3`, a run is broken, and another is broken alike: that tells nothing of noise without it."""
+
+    class Broken(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            low, rounded = trial.settings.dtype != "float32", bool(trial.forced)
+            off = 0.01 * (low and "module:layer7" not in trial.settings.deny) + 0.005 * rounded
+            return replace(outcome, losses=tuple(loss if loss != 0.5 else loss + off for loss in outcome.losses))
+
+    script = Broken(("layer3",))
+    policy, _ = tuned(script, tolerance=None)
+    assert [choice.entry for choice in policy.deny] == ["module:layer3"]
+    assert script.runs <= most_runs(1, 21)
+
+
 def test_float32_is_repeated_with_the_same_steps_watched():
     """A program that is compiled without watching may round otherwise, which is no noise."""
 
