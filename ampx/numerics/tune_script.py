@@ -257,7 +257,7 @@ class _ScriptSearch(Search[Outcome]):
         self.rounded = [self._rounded(seed) for seed in (0, 1)] if names else []
         self.asked = tolerance
         self.repeated: list[Distance] = []  # of runs in float32 from one another, where they differ
-        self.spared: list[Distance] = []  # of a run that rounds all but one module
+        self.spared: list[Distance] = []  # of a run that rounds all but the likeliest modules
         self.tolerance = self._explained().at(tolerance)
         deciding = (self.tolerance.smallest_scale(dtype, self.reference.readings.get(step, ())) for step in _DECIDING)
         self.smallest_scale = min(self.scale, max(deciding))
@@ -316,16 +316,19 @@ class _ScriptSearch(Search[Outcome]):
             return by_rounding(self.dtype, *apart, *self.spared, *self.repeated)
         return by_count(self.dtype, len(self.reference.readings[1]), *self.repeated)
 
-    def _rounded(self, seed: int, spared: Iterable[str] = ()) -> Outcome:
-        """Run in float32 with all modules rounded but some."""
-        forced = {**rounding(self.dtype, seed), **kept_in_float32(spared, self.modules)}
+    def _rounded(self, seed: int, spared: Sequence[str] = ()) -> Outcome:
+        """Run in float32 with all modules rounded but some, which those around them hand on to them as it is."""
+        around = [name for name in self.modules if any(inside(other, name) for other in spared)]
+        wide = {**dict.fromkeys(map(glob.escape, around), "float32"), **kept_in_float32(spared, self.modules)}
+        forced = {**rounding(self.dtype, seed), **wide}
         return self.run(replace(self.wide, forced=forced, may_raise=True))
 
     def _sample_noise_again(self) -> None:
         """Sample noise once more: it may be a jump, which one pair of runs misses.
 
         If rounding breaks the run, all such runs are broken alike, and tell nothing of the noise of one that is not.
-        Then the module likeliest to be at fault is spared, and what is left is noise if that mends the run.
+        Then the module likeliest to be at fault is spared, and the one before it, which may have lost what that misses;
+        what is left is noise if that mends the run.
         """
         if not self.rounded or any(run.raised for run in self.rounded):
             return
@@ -333,7 +336,8 @@ class _ScriptSearch(Search[Outcome]):
         if not self.tolerance.exceeded(broken):
             self.rounded.append(self._rounded(len(self.rounded)))
             return
-        run = self._rounded(0, self.order[:1])
+        likeliest = self.modules.index(self.order[0])
+        run = self._rounded(0, self.modules[max(0, likeliest - 1) : likeliest + 1])
         if not run.raised:
             noise = self.distance(run)
             self.spared += [noise] * (MARGIN * noise.loss < min(LARGEST_TOLERANCE, broken.loss))
