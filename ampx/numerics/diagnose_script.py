@@ -172,7 +172,9 @@ class Parting:
         except TrialError:
             return cls(off)
         largest = itertools.accumulate((apart[step] for step in sorted(apart)), max)
-        return cls(off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in zip(apart, largest, strict=True)})
+        return cls(
+            off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in zip(apart, largest, strict=True)}
+        )
 
     def limit(self, step: int) -> float:
         """Return how far the loss of a step may be off."""

@@ -270,6 +270,10 @@ class _ScriptSearch(Search[Outcome]):
             self.tolerance = self._explained().at(tolerance)
         self.failures.update(self._known(tolerance))
         self.failures[NOTHING] = self.failure(self.first)
+        self._rank_errors()
+
+    def _rank_errors(self) -> None:
+        """Note how far the values of each module are off at most."""
         self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
         self.broken_outputs: set[str] = set()
         for step, errors in self.errors.items():
@@ -390,7 +394,7 @@ class _ScriptSearch(Search[Outcome]):
             raise UnsupportedOpError(str(error)) from error
 
     def _noted(self, kept: Kept, run: Outcome) -> Outcome:
-        """Note in which step a run fails: the first that is skipped, raises, or has a loss that is not finite, or wrong.
+        """Note in which step a run fails: the first that is skipped, raises, or whose loss is not finite, or wrong.
 
         Where only other values are off, that is the first step: later the weights are others.
         """

@@ -175,8 +175,8 @@ def tuned(runner, case, twin):
         return "silent", said
     if not runner.is_cured_by((runner.folder / "tuned.toml").read_text()):
         return "wrong", f"{said} [its policy does not make the run healthy]"
-    kept = all(is_true_entry(case, choice["entry"]) or names_the_fault(case, choice["reason"]) for choice in policy["deny"])
-    return ("right and curing" if kept else "wrong"), said
+    true = (is_true_entry(case, entry["entry"]) or names_the_fault(case, entry["reason"]) for entry in policy["deny"])
+    return ("right and curing" if all(true) else "wrong"), said
 
 
 def names_the_fault(case, reason):
