@@ -269,7 +269,9 @@ def examined(
     trial = trial.at_scale(setting)
     if trial.may_settle(low, fault):
         trial = trial.settled()
-        fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
+        if isinstance(trial.fails, Seen):  # the loss scale is not why, and would only hide what is
+            low, setting = trial.fails, replace(setting, scale=1.0)
+        fault = find_fault(low, reference, dtype, setting.scale, trial.seen, growth)
     return _concluded(fault, low, reference, setting, trial)
 
 
@@ -297,12 +299,14 @@ class _Trials:
         compared: Returns what changes are compared with.
         scale: The loss scale that the gradients of float32 fit; None for that of the batch.
         seen: The batch at a scale that its gradients fit; None where that was not tried, or they fit none.
+        fails: The batch at a scale of 1, where its gradients fit not even that.
     """
 
     again: Again
     compared: Callable[[], Seen]
     scale: float | None = None
     seen: Seen | None = None
+    fails: Seen | Refusal | None = None
 
     def at_scale(self, setting: _Setting) -> _Trials:
         """Return it for the loss scale that the gradients fit, where there is one."""
@@ -320,7 +324,7 @@ class _Trials:
             seen = self.again(Change(scale=scale), ())
             if isinstance(seen, Seen) and seen.finite:
                 return replace(self, scale=scale, seen=seen)
-        return replace(self, scale=1.0)
+        return replace(self, scale=1.0, fails=seen)
 
 
 def _concluded(
