@@ -166,6 +166,8 @@ class Case:
     def exact_size(self) -> str:
         """How large the value is in float32, or what it was computed from."""
         reference, inputs = self.reference, self.place.inputs
+        if reference is None and not inputs.elements:
+            return "casts larger numbers"
         if reference is None:
             return f"is computed from numbers of up to {inputs.largest:.4g}"
         return f"is {reference.value.largest:.4g} in float32"
@@ -247,7 +249,9 @@ class Case:
     @property
     def beyond(self) -> bool:
         """Whether float32's value does not fit into the dtype, nor what is cast to it."""
-        if family(self.place.operation) == "cast" and self.place.inputs.largest > self.form.largest:
+        inputs, value = self.place.inputs, self.place.value
+        larger = inputs.largest > self.form.largest if inputs.elements else value.nonfinite > value.nan
+        if family(self.place.operation) == "cast" and larger:
             return True
         if self.reference is None:
             return any(stats.largest > self.form.largest for stats in self.exact)
@@ -451,7 +455,7 @@ def _of_settled(
     """Say what a smaller loss scale has shown; None where the gradients overflow there as well."""
     if not settled.finite:
         return None
-    return _of_flush(settled, reference, exact, dtype) or _of_scale(low, exact, scale)
+    return flush_fault(settled, reference, dtype) or _of_scale(low, exact, scale)
 
 
 def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Fault:
@@ -488,8 +492,9 @@ def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
     return Fault("loss scale", why, low.readings, None if first is None else backward[first])
 
 
-def _of_flush(settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | None:
+def flush_fault(settled: Seen, reference: Seen, dtype: str) -> Fault | None:
     """Say that gradients are zero at the loss scale that the largest of them fit; None where they are not."""
+    exact = {key_of(entry): entry for entry in reference.readings}
     flushed = lost_gradients(settled, reference)
     if not flushed:
         return None

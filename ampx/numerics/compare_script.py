@@ -686,9 +686,7 @@ class _Look:
     noise: Callable[[], Sequence[Outcome]]
 
 
-def _look(
-    facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]
-) -> _Look:
+def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]) -> _Look:
     """Return the step that is diagnosed: of losses that part the one that `ampx diagnose` looks at, or else the first.
 
     What is not finite, or was skipped, is looked at where it parts.

@@ -13,8 +13,8 @@ from ampx.errors import AmpxError
 from ampx.formats import FORMATS, digits_of
 from ampx.policy import OptLevel
 
-from .batch import FLOAT32, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
-from .causes import Fault, Growth, Kind, find_fault, gradient_fault, refusal_fault
+from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
+from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault
 from .chain import Link, chain
 from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search
@@ -263,7 +263,9 @@ def examined(
         return _concluded(refused, None, reference, setting, trial and trial.at_scale(setting))
     fault = find_fault(low, reference, dtype, scale, None, growth)
     if fault is None and parts:
-        return _of_gradients(low, reference, setting, trial)
+        return _if_cured(gradient_fault(low, reference, dtype, scale), low, reference, setting, trial)
+    if fault is None and fitting_scale(dtype, reference) <= scale < INIT_SCALE:  # at a larger one they may not flush
+        return _if_cured(flush_fault(low, reference, dtype), low, reference, setting, trial)
     if trial is None or fault is None or fault.kind not in PRECISION:
         return _concluded(fault, low, reference, setting, trial)
     trial = trial.at_scale(setting)
@@ -275,9 +277,8 @@ def examined(
     return _concluded(fault, low, reference, setting, trial)
 
 
-def _of_gradients(low: Seen, reference: Seen, setting: _Setting, trial: _Trials | None) -> Diagnosis:
-    """Say which gradient is wrong, if a change cures it: nothing else shows that it is why training is wrong."""
-    fault = gradient_fault(low, reference, setting.dtype, setting.scale)
+def _if_cured(fault: Fault | None, low: Seen, reference: Seen, setting: _Setting, trial: _Trials | None) -> Diagnosis:
+    """Say which gradient is wrong or zero, if a change cures it: nothing else shows that it is a fault."""
     diagnosis = _concluded(fault, low, reference, setting, trial)
     clear = min(_CLEAR, reference.tolerance or _CLEAR)
     cured = any(entry.cures and entry.error < clear for entry in diagnosis.experiments)

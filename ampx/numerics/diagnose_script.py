@@ -185,8 +185,8 @@ class Parting:
             apart = _losses_off(*noise())
         except TrialError:
             return cls(off)
-        largest = itertools.accumulate((apart[step] for step in sorted(apart)), max)
-        return cls(off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in zip(apart, largest, strict=True)})
+        noises = zip(apart, itertools.accumulate(apart.values(), max), strict=True)
+        return cls(off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in noises})
 
     def limit(self, step: int) -> float:
         """Return how far the loss of a step may be off."""

@@ -31,7 +31,8 @@ _FAMILIES: Final[dict[Family, str]] = {
     "norm": "layernorm nativelayernorm batchnorm nativebatchnorm cudnnbatchnorm groupnorm nativegroupnorm instancenorm "
     "rmsnorm fusedrmsnorm fusedbatchnorm nativebatchnormlegit l2normalize l2normalization normalize batchnormex "
     "syncbatchnorm lrn",
-    "root": "sqrt cbrt acosh arccosh asin arcsin acos arccos norm linalgvectornorm linalgnorm vectornorm pnorm euclideannorm",
+    "root": "sqrt cbrt acosh arccosh asin arcsin acos arccos norm linalgvectornorm linalgnorm vectornorm pnorm "
+    "euclideannorm",
     "sum": "sum mean cumsum nansum var varmean std stdmean prod cumprod windowsum segmentsum "
     "avgpool2d adaptiveavgpool2d avgpool squaresum",
 }

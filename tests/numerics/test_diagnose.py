@@ -156,6 +156,9 @@ def test_a_cast_that_overflows_is_an_overflow_though_float32_has_no_such_cast():
     diagnosis = diagnosed(seen(cast, loss=math.inf), seen(read("add", [1.0], [1e5])), "float16")
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("overflow", "_to_copy")
     assert diagnosed(seen(read("Cast", [-1e9, 0.0], [-math.inf]), loss=math.nan), seen(), "float16").kind == "mask"
+    slope = read("_backward_amp_cast", [], [math.inf], direction="backward")  # of which MXNet shows no inputs
+    unseen = diagnosed(seen(slope, gradients=[math.inf]), seen(), "float16")
+    assert (unseen.kind, "overflows float16: it casts larger numbers" in unseen.why) == ("overflow", True)
 
 
 def test_a_mask_of_minus_infinity_is_meant_and_what_fails_behind_it_is_named():
@@ -199,7 +202,9 @@ def test_a_root_of_a_difference_that_is_zero_for_want_of_digits_is_no_matter_of_
     healthy.append(read("_backward_sqrt", [], [35.0], direction="backward"))
     fault = find_fault(seen(*low, gradients=[math.inf]), seen(*healthy), "float16", 1.0)
     assert fault.kind == "digits"
-    assert "where its derivative is infinite, because _rminus_scalar in module 'block' (net.py:7) subtracts" in fault.why
+    assert (
+        "where its derivative is infinite, because _rminus_scalar in module 'block' (net.py:7) subtracts" in fault.why
+    )
 
 
 def test_what_divides_gradients_by_the_loss_scale_is_not_where_they_fail():
@@ -708,6 +713,29 @@ def test_a_wrong_gradient_is_found_behind_a_forward_pass_that_is_right(exact_gra
     if fault is not None:
         assert fault.place.operation == "tanh_backward"
         assert words in fault.why
+
+
+@pytest.mark.parametrize(
+    ("largest", "cured", "kind"),
+    [
+        (1e5, True, "flush"),
+        (1e5, False, "healthy"),  # which nothing shows to do harm
+        (1.0, True, "healthy"),  # at a larger loss scale it may not be zero
+    ],
+)
+def test_gradients_that_flush_at_the_largest_loss_scale_are_a_fault_if_a_change_cures_it(largest, cured, kind):
+    def run(gradient, dtype):
+        block = read("", [], gradient, direction="backward", dtype=dtype)
+        large = read("", [], [largest], "large", "backward", dtype)
+        return seen(read("", [1.0], [1.0], dtype=dtype), large, block, gradients=gradient)
+
+    reference = run([1e-9] * 64, "float32")
+
+    def again(change, modules):
+        return reference if cured else run([0.0] * 64, "float16")
+
+    diagnosis = examined(run([0.0] * 64, "float16"), reference, "float16", 1.0, again)
+    assert (diagnosis.kind, diagnosis.deny) == (kind, ("module:block",) if kind == "flush" else ())
 
 
 @pytest.mark.parametrize(("loss", "kind"), [(1.01, "digits"), (1.2, "healthy")])
