@@ -262,11 +262,9 @@ def examined(
         refused = refusal_fault(low, reference, dtype)
         return _concluded(refused, None, reference, setting, trial and trial.at_scale(setting))
     fault = find_fault(low, reference, dtype, scale, None, growth)
-    if fault is None and parts:
-        return _if_cured(gradient_fault(low, reference, dtype, scale), low, reference, setting, trial)
-    if fault is None and fitting_scale(dtype, reference) <= scale < INIT_SCALE:  # at a larger one they may not flush
-        return _if_cured(flush_fault(low, reference, dtype), low, reference, setting, trial)
-    if trial is None or fault is None or fault.kind not in PRECISION:
+    if fault is None:
+        return _if_cured(_gradient_fault(low, reference, setting, parts), low, reference, setting, trial)
+    if trial is None or fault.kind not in PRECISION:
         return _concluded(fault, low, reference, setting, trial)
     trial = trial.at_scale(setting)
     if trial.may_settle(low, fault):
@@ -275,6 +273,15 @@ def examined(
             low, setting = trial.fails, replace(setting, scale=1.0)
         fault = find_fault(low, reference, dtype, setting.scale, trial.seen, growth)
     return _concluded(fault, low, reference, setting, trial)
+
+
+def _gradient_fault(low: Seen, reference: Seen, setting: _Setting, parts: bool) -> Fault | None:
+    """Return what may be wrong with the gradients of a batch whose forward pass is right; None for nothing."""
+    if parts:
+        return gradient_fault(low, reference, setting.dtype, setting.scale)
+    # At a larger loss scale, if there is one, they may not be zero.
+    is_largest = fitting_scale(setting.dtype, reference) <= setting.scale < INIT_SCALE
+    return flush_fault(low, reference, setting.dtype) if is_largest else None
 
 
 def _if_cured(fault: Fault | None, low: Seen, reference: Seen, setting: _Setting, trial: _Trials | None) -> Diagnosis:
