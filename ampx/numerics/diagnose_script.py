@@ -60,7 +60,8 @@ def diagnose_script(
         settings: As for `ampx run`.
         framework: The only framework to automate.
         at: The step to look at; by default the first with a loss that is not finite, in which the scale collapses, or
-            that raises; else the first of the last that were skipped in a row, where half of all were.
+            that raises; else the first of the last that were skipped in a row, where half of all were; else the first
+            that is skipped at a settled loss scale, too.
         steps: How many steps to wait for that; by default all that the script makes.
         seed: What random numbers start from.
         run: Runs a trial.
