@@ -17,7 +17,7 @@ from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_
 from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault
 from .chain import Link, chain
 from .compare import unscaled
-from .cures import PRECISION, Again, Change, Experiment, Search
+from .cures import PRECISION, Again, Change, Experiment, Search, entry_of
 from .operations import normalised
 from .places import WRONG, Place, key_of, last_finite
 from .probe import Reading, Stats, Step, Watching
@@ -46,7 +46,7 @@ class Diagnosis:
         risks: What may do harm elsewhere.
         experiments: The batch, run again with what was expected to cure it, in order.
         deny: What cures it, as entries of `deny` in a policy file of `ampx run`; empty where that was not seen. There
-            a module of a second model is named with its class, which `prepare` of that model does without.
+            a module is meant in every model, and a second model as a whole is named by its class, with a colon.
         chain: The values that lead to the place where the batch first fails, back to one that agrees with float32.
         by_hand: The script itself casts there: float32 computes it in low precision, too.
     """
@@ -164,7 +164,7 @@ def _denied(modules: Iterable[str], setting: _Setting, tried: bool) -> str:
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
     """
     parts = {name: name.rpartition(":") for name in modules}
-    in_a_file = [f"{MODULE}{name}" for name in parts]
+    in_a_file = list(dict.fromkeys(map(entry_of, parts)))
     entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
     keeps = _keeps(parts, tried)
