@@ -22,7 +22,7 @@ from .batch import Seen, plain
 from .causes import lost_gradients
 from .compare import WORST, ModuleError, error_map, listed_names, padded, relative_error, worst_errors
 from .diagnose import SAMPLES
-from .diagnose_script import Parting, Runs, rounded
+from .diagnose_script import Parting, Runs, rounded, settled_scale
 from .meter import LOST
 from .probe import Replayed, Watching
 from .timing import busy, speed_in_words
@@ -53,8 +53,6 @@ ROUNDINGS: Final = 8
 ALIKE: Final = 0.02
 # Below this the ratio of one pair of runs, whose spread is unknown, decides nothing.
 ALONE: Final = 0.5
-# By so much later gradients may be larger than those at which the loss scale has settled.
-ROOM: Final = 4.0
 _COLUMNS: Final = 6  # watched steps
 
 Runner = Callable[[Trial], Outcome]
@@ -323,7 +321,7 @@ def _settled(trial: Trial, name: str, outcome: Outcome, run: Runner, progress: C
     finite = all(loss is None or math.isfinite(loss) for loss in before)
     if not skipped or not finite or scale is None or scale >= first:
         return outcome
-    scale = max(1.0, scale / ROOM)
+    scale = settled_scale(outcome)
     progress(f"{trial.program.name} in {name} at a loss scale of {scale:g}, for steps were skipped …")
     settings = replace(trial.settings, dtype=name, loss_scale=scale)
     again = run(replace(trial, settings=settings, shares_compiled=True, imported=outcome.imported))
@@ -688,9 +686,7 @@ class _Look:
     noise: Callable[[], Sequence[Outcome]]
 
 
-def _look(
-    facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]
-) -> _Look:
+def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]) -> _Look:
     """Return the step that is diagnosed: of losses that part the one that `ampx diagnose` looks at, or else the first.
 
     What is not finite, or was skipped, is looked at where it parts.

@@ -34,6 +34,8 @@ _ALIKE: Final = 4.0  # the largest number of one batch over that of another of t
 _HEALTHY: Final = 20
 # No gradient times this loss scale is finite in float16, so that no step is made.
 _SKIPS_ALL: Final = 2.0**127
+# By so much later gradients may be larger than those at which the loss scale has settled.
+ROOM: Final = 4.0
 # A cure lets training go on for so many steps, where the script makes them.
 _LATER: Final = 3
 
@@ -58,7 +60,8 @@ def diagnose_script(
         settings: As for `ampx run`.
         framework: The only framework to automate.
         at: The step to look at; by default the first with a loss that is not finite, in which the scale collapses, or
-            that raises; else the first of the last that were skipped in a row, where half of all were.
+            that raises; else the first of the last that were skipped in a row, where half of all were; else the first
+            that is skipped at a settled loss scale, too.
         steps: How many steps to wait for that; by default all that the script makes.
         seed: What random numbers start from.
         run: Runs a trial.
@@ -85,7 +88,7 @@ def diagnose_script(
         elif first.dtype == "float32" or not first.watches:
             return None, _report(trial, first, notes)
         else:
-            skipped = _look_at_late_skip(trial, first, notes, run, progress)
+            skipped = _look_at_lasting_skip(trial, first, notes, run, progress)
             return skipped or _look_where_losses_part(trial, first, notes, run, progress)
     assert step is not None
     return _look_at(trial, step, what, first, notes, run, progress)
@@ -105,19 +108,31 @@ def _look_at_skipped(
     return _look_at(trial, last, "skipped", first, notes, run, progress) if only_scaled else (diagnosis, report)
 
 
-def _look_at_late_skip(
+def _look_at_lasting_skip(
     trial: Trial, first: Outcome, notes: list[str], run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
 ) -> tuple[Diagnosis, dict[str, Any]] | None:
-    """Look at the first step that was skipped at a loss scale at which an earlier one was not.
+    """Look at the first step that is skipped at a loss scale, too, at which training has settled.
 
     None where there is none, or only the loss scale is why. See `_look_at` for the arguments.
     """
-    applied = [step for step in range(1, first.steps + 1) if step not in first.skipped]
-    late = next((step for step in first.skipped if applied and step > applied[0]), None)
-    if late is None or first.scale_at(late) > first.scale_at(max(step for step in applied if step < late)):
+    if not first.skipped:
         return None
-    diagnosis, report = _look_at(trial, late, "skipped", first, [*notes], run, progress)
+    scale = settled_scale(first)
+    progress(f"{trial.program.name}: {first.skipped[-1]} steps at a loss scale of {scale:g}, for steps were skipped …")
+    fixed = replace(trial, settings=replace(trial.settings, loss_scale=scale), stop_at_fault=False)
+    try:
+        lasting = run(replace(fixed, steps=first.skipped[-1])).skipped
+    except TrialError:
+        return None
+    if not lasting:
+        return None
+    diagnosis, report = _look_at(fixed, lasting[0], "skipped", first, [*notes], run, progress)
     return None if diagnosis is None or diagnosis.kind in ("loss scale", "healthy") else (diagnosis, report)
+
+
+def settled_scale(outcome: Outcome) -> float:
+    """Return a loss scale at which no step is lost to settling: somewhat smaller than that at the end."""
+    return max(1.0, (outcome.last_scale or 1.0) / ROOM)
 
 
 def _look_where_losses_part(
@@ -171,10 +186,8 @@ class Parting:
             apart = losses_off(*noise())
         except TrialError:
             return cls(off)
-        largest = itertools.accumulate((apart[step] for step in sorted(apart)), max)
-        return cls(
-            off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in zip(apart, largest, strict=True)}
-        )
+        noises = zip(apart, itertools.accumulate(apart.values(), max), strict=True)
+        return cls(off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in noises})
 
     def limit(self, step: int) -> float:
         """Return how far the loss of a step may be off."""
