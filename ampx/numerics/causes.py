@@ -227,8 +227,8 @@ class Case:
     def new_pole(self, entry: Reading) -> float | None:
         """Return the pole at which a value of the forward pass was computed, and in float32 was not; None for none."""
         exact = (self.healthy or {}).get(key_of(entry))
-        known = None if exact is None else exact.inputs
-        return next((pole for pole in poles_of(entry.operation) if reaches(entry.inputs, pole, known)), None)
+        of_float32 = None if exact is None else exact.inputs
+        return next((pole for pole in poles_of(entry.operation) if reaches(entry.inputs, pole, of_float32)), None)
 
     def _own_pairs(self) -> Iterator[tuple[Reading, Reading]]:
         """Walk over those pairs that are in the module of the place."""
