@@ -35,6 +35,9 @@ of ours sees the case:
 - **wrong**: a kind or a place is named that is not true, or it is said that all agrees, or that precision is innocent;
 - **accused**: a fault is named of a twin.
 
+What `tune` keeps in float32 is true if it is one of `deny` or `operations`, or in a module at fault; or if its reason
+says that it is kept for what fails behind it, and names there a module at fault or the line that holds `code`.
+
 The advice of `compare` is carried out, too. It is right if the value that it says differs first is of a module at fault
 or inside of it, or is one of `gradient`; where no module is at fault, if it names no output of any and does not rely on
 the dtype. Where float32 itself fails it is right if it says so. It is wrong if it names another, or names none and

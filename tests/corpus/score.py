@@ -175,7 +175,15 @@ def tuned(runner, case, twin):
         return "silent", said
     if not runner.is_cured_by((runner.folder / "tuned.toml").read_text()):
         return "wrong", f"{said} [its policy does not make the run healthy]"
-    return ("right and curing" if all(is_true_entry(case, entry) for entry in deny) else "wrong"), said
+    true = (is_true_entry(case, entry["entry"]) or names_the_fault(case, entry["reason"]) for entry in policy["deny"])
+    return ("right and curing" if all(true) else "wrong"), said
+
+
+def names_the_fault(case, reason):
+    """Return whether a reason says that an entry is kept for what fails behind it, and that is at fault."""
+    what = reason.partition("it is kept for ")[2]
+    module = re.search(r"in module '([^']*)'", what)
+    return bool(what) and (holds_the_code(case, what) or bool(module and within_model(module[1]) in case.modules))
 
 
 def compared(runner, case, twin):
@@ -368,7 +376,7 @@ in 3. That is what to expect of a script of your own. The rows below show the ru
 No mark: not run. ○ is the best that other tools reach, which give no advice.
 
 - `tune` is right, too, where float32 itself fails and it says so. It is wrong if the script does not train by its
-  policy as in float32, or if that keeps in float32 what is not at fault.
+  policy as in float32, or if that keeps in float32 what is not at fault, and does not say for what it is kept that is.
 - `compare` is right if the module that it says is at fault is; where none is, if it names none; where float32 fails,
   if it says so.
 - Other tools are judged by the module or the line that they name; where only a module of a library is at fault, any
