@@ -389,7 +389,7 @@ class _ScriptSearch(Search[Outcome]):
         try:
             return self._noted(kept, self.run(self.low(kept, watched=_DECIDING, watching=watching)))
         except TrialError as error:
-            if kept.modules:
+            if not kept.operations:
                 raise
             raise UnsupportedOpError(str(error)) from error
 

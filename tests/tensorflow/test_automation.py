@@ -801,3 +801,11 @@ def test_of_many_calls_of_a_function_the_curve_looks_at_some(start, monkeypatch)
             step(tf.constant(number))
     assert looks == [0, 1, 2, 3, 4, 6, 8, 12, 16]
     assert curve.points() == [(number, float(number) ** 2, None) for number in (1, 9, 17)]
+
+
+def test_an_operation_that_nothing_here_can_keep_is_refused_before_anything_is_patched(start):
+    before = patched()
+    _, region = start(graphs=False, deny=("module:first", "MatMul"))
+    with pytest.raises(RunRefusedError, match=r"allow and deny name 'MatMul'; accepted .*'module:name'"), region:
+        raise AssertionError("the script ran")
+    assert patched() == before

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
-from ampx.backend import CastPlan
+from ampx.backend import MODULE, CastPlan
 from ampx.modules import module_dtypes
 from ampx.policy import Dtype
 from ampx.rooms import import_part, is_there
@@ -44,6 +44,7 @@ from .own_gradients import own_gradients_true
 def automate(run: Run) -> Iterator[None]:
     """Patch TensorFlow for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
+    refuse_operations(run)
     run.backward = "gradients = scaled.gradient(tape, variables)"
     former = import_part("ampx_tensorflow.run.tf1", "ampx run") if is_there("ampx_tensorflow.old") else None
     manager = KerasManager(run)
@@ -70,6 +71,22 @@ def automate(run: Run) -> Iterator[None]:
         manager.forces = forcing.is_active()
         stack.enter_context(manager.region(*patches))
         yield
+
+
+def refuse_operations(run: Run) -> None:
+    """Refuse entries that name operations: here neither layers nor the rewriter can keep them.
+
+    Raises:
+        RunRefusedError: There is one.
+    """
+    entries = (*run.settings.allow, *run.settings.deny)
+    names = ", ".join(repr(entry) for entry in entries if not entry.startswith(MODULE))
+    if names:
+        run.refuse(
+            f"allow and deny name {names}; accepted by ampx run in TensorFlow: names of modules, as 'module:name'. "
+            f"Only functions that ampx.prepare is passed know operations",
+            where="",
+        )
 
 
 def forced_dtypes(run: Run) -> dict[str, str]:
