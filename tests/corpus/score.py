@@ -373,9 +373,8 @@ sets, come from authors who had not read the rules. At the **first** run over ea
 | | | `tune` | 18 | 1 | 8 | 1 |
 | | | `compare` | 16 | 10 | 1 | 4 |
 
-That is what to expect of a script of your own: two in three. In the second set three TensorFlow scripts were refused on a CPU
-(silent in `diagnose` and `compare`, three accused twins), and one MXNet script failed by the test kit. The rows below
-show the rules as they were mended since.
+That is what to expect of a script of your own. In the second set, three scripts of TensorFlow and their twins were
+refused on a CPU, and one of MXNet failed by a fault of the test kit. The rows below show the rules as mended since.
 
 | mark | verdict | meaning |
 | --- | --- | --- |
