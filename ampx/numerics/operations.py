@@ -30,7 +30,8 @@ _FAMILIES: Final[dict[Family, str]] = {
     "mkldnnlinear",
     "move": "view unsafeview reshape squeeze unsqueeze expanddims transpose permute t swapaxes slice stridedslice "
     "dynamicslice split unbind concat cat concatenate concatv2 stack pack unpack flatten detach alias clone identity "
-    "expand indim slicechannel reshape2 squeeze2 unsqueeze2 transpose2 tile pad flip rev stopgradient blockgrad contiguous asstrided getitem",
+    "expand indim slicechannel reshape2 squeeze2 unsqueeze2 transpose2 tile pad flip rev stopgradient blockgrad "
+    "contiguous asstrided getitem",
     "norm": "layernorm nativelayernorm batchnorm nativebatchnorm cudnnbatchnorm groupnorm nativegroupnorm instancenorm "
     "rmsnorm fusedrmsnorm fusedbatchnorm nativebatchnormlegit l2normalize l2normalization normalize batchnormex "
     "syncbatchnorm lrn",
