@@ -41,7 +41,8 @@ def recorded(case, twin, tool):
 @pytest.mark.parametrize("twin", [False, True], ids=["fails", "twin"])
 def test_diagnose_is_no_worse_than_on_file(case, twin, tmp_path):
     before = recorded(case, twin, "diagnose")
-    verdict, said = JUDGES["diagnose"](Runner(case, tmp_path), case, twin)
+    runner = Runner(case, tmp_path, ["--twin"] if twin else [])
+    verdict, said = JUDGES["diagnose"](runner, case, twin or case.healthy_by_run)
     order = [HEALTHY, *VERDICTS]
     assert order.index(verdict) <= order.index(before), said
 

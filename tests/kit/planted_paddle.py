@@ -262,7 +262,7 @@ FAULTS = {
     "a constant image": (lambda: sized(1.0, linear(8, 1.0), Constant()), "epsilon", "forward", "1.divide"),
     "the focal factor of a sure prediction": (
         lambda: sized(10.0, linear(8, 1.0), Focal()),
-        "logarithm",
+        "digits",  # of the difference, which is why the root is at zero
         "backward",
         "1.factor",
     ),

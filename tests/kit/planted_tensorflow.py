@@ -198,7 +198,7 @@ FAULTS = {
         lambda: chain(doing(focal)),
         ONES,
         "planted",
-        "logarithm",
+        "digits",  # of the difference, which is why the root is at zero
         "backward",
     ),
     "a division by 0 in any precision": (

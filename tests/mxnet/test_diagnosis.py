@@ -302,7 +302,7 @@ IN_PRODUCTS = {
     "the focal factor of a sure prediction": (
         lambda: rows(linear(), Focal()),
         filled(10.0),
-        ("logarithm", "backward", "1.factor"),
+        ("digits", "backward", "1.factor"),  # of the difference, which is why the root is at zero
     ),
     "the derivative of a root at 0": (
         lambda: rows(linear(), AsPassed(lambda x: x.astype("float32").square().sqrt()), linear()),
