@@ -196,7 +196,7 @@ FAULTS = {
             Function(lambda x: ((1 - jax.nn.sigmoid(x)) ** 0.5) * -jnp.log(jax.nn.sigmoid(x))),
         ),
         {},
-        ("logarithm", "backward", "layers.1"),
+        ("digits", "backward", "layers.1"),  # of the difference, which is why the root is at zero
     ),
     "NaN in one sample": (poisoned, {}, ("data", "forward", "layers.0")),
     "an exploded learning rate": (
