@@ -351,8 +351,7 @@ def diagnose(
             for risk in result["risks"]:
                 terminal.say(f"  risk: {risk['text']}")
         else:
-            place = f"step {result['step']} of {result['script']}, {result['framework']} in {result['dtype']}"
-            terminal.say(f"{place}: {diagnosis}")
+            terminal.say("\n".join([result["verdict"], *str(diagnosis).splitlines()[1:]]))
         for mistake in result["mistakes"]:
             terminal.say(f"mistake: {mistake}")
         for note in result["notes"]:

@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 from ampx.formats import FORMATS, Format
 
 from .batch import Refusal, Seen
-from .compare import listed_names
+from .compare import listed_names, unscaled
 from .operations import family, normalised
 from .places import (
     WRONG,
@@ -22,6 +22,7 @@ from .places import (
     flushes,
     is_low,
     is_mask_constant,
+    is_wrong,
     key_of,
     masked_whole,
     outermost,
@@ -48,15 +49,18 @@ Kind = Literal[
     "learning rate",
     "model",
 ]
-# Weights that training keeps in bounds are smaller by far; inputs, too.
+# Weights that training keeps in bounds are smaller by far.
 LARGE_WEIGHT: Final = 1e4
-LARGE_INPUT: Final = 1e15
+# The square of more overflows.
+LARGE_INPUT: Final = math.sqrt(FORMATS["float32"].largest)
 # Of a gradient that flushes so large a share nothing is trained.
 MOST: Final = 0.5
 # An operation that reads a variable, as `normalised` has it.
 _READ: Final = "readvariable"
 # A difference, whatever its sign was; and powers, whose derivative at zero is infinite where the exponent is below 1.
 _DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "add", "addv", "plus", "addn"})
+# What bounds numbers from below.
+_BOUNDS: Final = frozenset({"clamp", "clampmin", "clip", "clipbyvalue", "maximum", "max"})
 # Of finite numbers NaN for 0/0 only.
 _QUOTIENTS: Final = frozenset({"div", "divide", "truedivide", "realdiv", "rdiv"})
 _POWERS: Final = frozenset({"pow", "power", "rpower", "powx"})
@@ -70,12 +74,12 @@ class Fault:
 
     Attributes:
         kind: What it is.
-        why: A sentence, without its full stop.
+        why: A sentence: what failed, and why; without a capital letter and a full stop.
         readings: Of the run that shows it.
         position: Of the failing place in these; None where no value tells.
         stays_finite: The loss is finite, and a value of the forward pass is wrong.
-        cancels: At the place a difference lost its digits: a module before it may have rounded them away. What the
-            dtype flushes is lost at the place, whichever module computed it.
+        cancels: At the place digits are missing, of a difference or of what it received: a module before it may have
+            rounded them away. What the dtype flushes is lost at the place, whichever module computed it.
         by_hand: The script itself casts there: float32 computes it in low precision, too, and no module of it can be
             kept in float32.
     """
@@ -104,6 +108,7 @@ class Growth:
         module: Its name.
         before: The loss in float32 then.
         loss: The loss in float32 now.
+        untrained: The loss of the same batch with the weights of the first step, which is finite; None for unknown.
     """
 
     since: int
@@ -111,14 +116,20 @@ class Growth:
     module: str
     before: float
     loss: float
+    untrained: float | None = None
 
     def __str__(self) -> str:
         """Return it as a sentence, without its full stop."""
         module = f"module {self.module!r}" if self.module else "the model"
+        weights = (
+            "and its weights may have grown"
+            if self.untrained is None
+            else f"so its weights have grown: with those of the first step the loss is {self.untrained:.3g}"
+        )
         return (
-            f"training diverges, in float32 too: there the loss has grown from {self.before:.3g} to {self.loss:.3g} "
-            f"since step {self.since}, and what {module} returns {self.factor:.2g}-fold, of a batch of the same size: "
-            f"its weights have grown"
+            f"training diverges, in float32, too: since step {self.since} the loss has grown there from "
+            f"{self.before:.3g} to {self.loss:.3g}, and the output of {module} by a factor of {self.factor:.2g} for a "
+            f"batch of the same size, {weights}"
         )
 
 
@@ -155,40 +166,102 @@ class Case:
     def exact_size(self) -> str:
         """How large the value is in float32, or what it was computed from."""
         reference, inputs = self.reference, self.place.inputs
-        return f"{reference.value.largest:.4g} in float32" if reference else f"up to {inputs.largest:.4g} before"
+        if reference is None:
+            return f"is computed from numbers of up to {inputs.largest:.4g}"
+        return f"is {reference.value.largest:.4g} in float32"
+
+    @property
+    def divides_by_zero(self) -> bool:
+        """Whether a divisor is zero: a zero that is divided by anything else is zero."""
+        value, inputs = self.place.value, self.place.inputs
+        if value.nan and normalised(self.place.operation) in _QUOTIENTS:
+            return True  # 0/0
+        has_both = inputs.elements > value.elements + 1
+        only_zero_overflows = has_both and inputs.largest <= self.form.largest * inputs.smallest
+        return inputs.zeros > (0 if only_zero_overflows else value.zeros)
 
     @property
     def new_zeros(self) -> bool:
         """Whether inputs are zero that are not zero in float32; where nothing is known of float32, any."""
-        if self.place.value.nan and normalised(self.place.operation) in _QUOTIENTS:
-            return True  # 0/0, however many zeros there were
         if self.reference is None:
             return self.place.inputs.zeros > 0
         return self.place.inputs.zeros > self.reference.inputs.zeros
 
     @property
+    def holds_inputs(self) -> bool:
+        """Whether no input is too small for the dtype: what is zero here has lost its digits."""
+        return self.reference is not None and self.reference.inputs.smallest > self.form.flushes_to
+
+    @property
     def cancelled(self) -> Reading | None:
         """The difference that became zero or negative: the dtype holds what it is in float32, and not its terms."""
-        lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact))
-        entry, exact = next(lost, (self.place, Stats()))
+        lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact.value))
+        entry, exact = next(lost, (self.place, self.place))
         is_difference = normalised(entry.operation) in _DIFFERENCES and entry is not self.place
-        return entry if is_difference and exact.smallest >= self.form.smallest else None
+        return entry if is_difference and exact.value.smallest >= self.form.smallest else None
 
-    def _own_pairs(self) -> Iterator[tuple[Reading, Stats]]:
-        """Walk over the other values of the same module in the forward pass, each with what it is in float32."""
+    @property
+    def flushed(self) -> tuple[Reading, Reading] | None:
+        """What the first operation before the place returns that the dtype flushes, and what that is in float32."""
+        lost = ((entry, exact) for entry, exact in self._own_pairs() if entry.value.zeros > exact.value.zeros)
+        return next(
+            (pair for pair in lost if pair[0].operation and pair[1].value.smallest <= self.form.flushes_to), None
+        )
+
+    @property
+    def flushes_a_constant(self) -> bool:
+        """Whether a constant that was added, or that bounds from below, is zero in the dtype: in whatever module."""
+        return any(self._flushes_its_constant(entry, exact) for entry, exact in self._pairs())
+
+    def _flushes_its_constant(self, entry: Reading, exact: Reading) -> bool:
+        has_lost = entry.value.zeros > exact.value.zeros
+        if has_lost and normalised(entry.operation) in _BOUNDS and exact.value.lowest > 0:
+            return True
+        # Where a dtype is simulated, a module rounds what it receives and returns, and no operation of it.
+        will_lose = 0 < entry.value.smallest <= self.form.flushes_to
+        constants = (_added_constant(each) for each in (entry, exact))
+        return (has_lost or will_lose) and any(0 < constant <= self.form.flushes_to for constant in constants)
+
+    def has_new_zeros(self, entry: Reading) -> bool:
+        """Whether a value of the forward pass was computed from zeros that are none in float32, as far as is known."""
+        exact = (self.healthy or {}).get(key_of(entry))
+        return entry.inputs.zeros > (0 if exact is None else exact.inputs.zeros)
+
+    def _own_pairs(self) -> Iterator[tuple[Reading, Reading]]:
+        """Walk over those pairs that are in the module of the place."""
+        return ((entry, exact) for entry, exact in self._pairs() if entry.module == self.place.module)
+
+    def _pairs(self) -> Iterator[tuple[Reading, Reading]]:
+        """Walk over values of the forward pass before the place, each with that of float32.
+
+        Casts are numbered otherwise there.
+        """
         for entry in self.readings:
+            if entry is self.place:
+                return
             exact = (self.healthy or {}).get(key_of(entry))
-            own = entry.module == self.place.module and entry.direction == "forward" and entry is not self.place
-            if own and exact is not None:
-                yield entry, exact.value
+            if exact is not None and entry.direction == "forward" and family(entry.operation) != "cast":
+                yield entry, exact
 
     @property
     def beyond(self) -> bool:
-        """Whether float32's value does not fit into the dtype."""
+        """Whether float32's value does not fit into the dtype, nor what is cast to it."""
+        if family(self.place.operation) == "cast" and self.place.inputs.largest > self.form.largest:
+            return True
         if self.reference is None:
             return any(stats.largest > self.form.largest for stats in self.exact)
         scale = self.scale if self.place.direction == "backward" else 1.0
         return bool(self.reference.value.overflowed) or self.reference.value.largest * scale > self.form.largest
+
+
+def _added_constant(entry: Reading) -> float:
+    """Return by how much the lowest number grows by a constant; 0 where an operation has none, or several tensors.
+
+    Whatever an operation is called: what zeros are no longer zero by has been added to them.
+    """
+    alone = entry.inputs.elements <= entry.value.elements + 1
+    adds = normalised(entry.operation) in _DIFFERENCES | _BOUNDS or entry.inputs.zeros > entry.value.zeros
+    return entry.value.lowest - entry.inputs.lowest if alone and adds else 0.0
 
 
 def _loses(value: Stats, exact: Stats) -> bool:
@@ -197,17 +270,22 @@ def _loses(value: Stats, exact: Stats) -> bool:
 
 
 def _cause(case: Case) -> Cause:
-    """Return the kind and a sentence, of a place whose inputs are finite: the first cause that fits."""
+    """Return the kind, and what is said of the value, of a place whose inputs are finite: the first cause that fits."""
     causes = (find(case) for find in (_mask, _derivative_at_zero, _division, _negative, _logarithm, _sum, _overflow))
-    return next(filter(None, causes), ("model", "it is not finite in float32, either, with finite inputs and weights"))
+    inputs = case.place.inputs
+    of_finite = ", though its inputs are" if inputs.elements and not inputs.nonfinite else ""
+    return next(filter(None, causes), ("model", f"is not finite{of_finite}"))
 
 
 def _mask(case: Case) -> Cause | None:
     stats = next((stats for stats in case.exact if is_mask_constant(stats, case.form.largest)), None)
     if stats is None:
         return None
-    bound = f"{case.dtype}'s lowest number, {-case.form.largest:.5g}"
-    return "mask", f"the constant {stats.lowest:.3g} is beyond {bound}: it is -inf"
+    return "mask", f"is -inf: {_constant_beyond(stats, case.dtype)}"
+
+
+def _constant_beyond(stats: Stats, dtype: str) -> str:
+    return f"the constant {stats.lowest:.3g} is below {dtype}'s lowest number, {-FORMATS[dtype].largest:.5g}"
 
 
 def _derivative_at_zero(case: Case) -> Cause | None:
@@ -215,43 +293,49 @@ def _derivative_at_zero(case: Case) -> Cause | None:
     if forward is None:
         return None
     return "logarithm", (
-        f"the derivative of {forward.operation} at zero is infinite, and {forward.inputs.zeros} of its inputs are zero"
+        f"is not finite: {forward.inputs.zeros} of {forward.inputs.elements} inputs of {forward.operation} are zero, "
+        f"where its derivative is infinite"
     )
 
 
 def _division(case: Case) -> Cause | None:
     dtype, reference = case.dtype, case.reference
-    if family(case.place.operation) != "division" or not case.new_zeros:
+    if family(case.place.operation) != "division" or not case.divides_by_zero:
         return None
     if reference is None:
-        return "division", "it divides by zero"
+        return "division", "is not finite: it divides by zero"
     # What the dtype flushes is zero whatever was subtracted before.
-    if case.cancelled is not None and reference.inputs.smallest > case.form.flushes_to:
-        return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
-    return "epsilon", (
-        f"the divisor is zero in {dtype}, whose smallest number is {case.form.smallest:.2g}; in float32 it is not, for "
-        f"there the smallest input is {reference.inputs.smallest:.2g}"
+    if case.cancelled is not None and case.holds_inputs:
+        return "digits", f"is not finite: it divides by zero, because {_of_difference(case.cancelled, dtype)}"
+    smallest = "" if case.holds_inputs else f", whose smallest number is {case.form.smallest:.2g}"
+    why = (
+        f"is not finite: its divisor is zero in {dtype}{smallest}; in float32 its smallest input is "
+        f"{reference.inputs.smallest:.2g}"
     )
+    if case.flushes_a_constant:
+        return "epsilon", why
+    return "division", f"{why}{_of_flushed(case)}"
 
 
 def _negative(case: Case) -> Cause | None:
     place, reference = case.place, case.reference
     if family(place.operation) not in ("logarithm", "root") or place.inputs.lowest >= 0 or not place.value.nan:
         return None
-    what = f"it takes a logarithm or root of {place.inputs.lowest:.3g}, which"
+    what = f"is NaN: it takes the logarithm or root of a negative number, {place.inputs.lowest:.3g}"
     if reference is not None and reference.inputs.lowest >= 0 and case.cancelled is not None:
-        return "digits", f"{what} float32 does not have: {_of_difference(case.cancelled, case.dtype)}"
-    return "logarithm", f"{what} is negative"
+        return "digits", f"{what}, because {_of_difference(case.cancelled, case.dtype)}"
+    return "logarithm", what
 
 
 def _logarithm(case: Case) -> Cause | None:
     reference = case.reference
     if family(case.place.operation) != "logarithm" or not case.new_zeros:
         return None
-    flushed = f"; in float32 it is {reference.inputs.smallest:.2g}, which {case.dtype} flushes" if reference else ""
+    underflows = "" if case.holds_inputs else f" and underflows in {case.dtype}"
+    zero = f", which is {reference.inputs.smallest:.2g} in float32{underflows}" if reference else ""
     if case.cancelled is not None:
-        flushed = f": {_of_difference(case.cancelled, case.dtype)}"
-    return "logarithm", f"it takes the logarithm of zero{flushed}"
+        zero = f", because {_of_difference(case.cancelled, case.dtype)}"
+    return "logarithm", f"is not finite: it takes the logarithm of zero{zero}"
 
 
 def _sum(case: Case) -> Cause | None:
@@ -260,31 +344,34 @@ def _sum(case: Case) -> Cause | None:
         return None
     if inputs.largest > form.largest or inputs.elements <= 2:
         return None
-    does_so = "multiplies" if "prod" in normalised(case.place.operation) else "sums"
+    result = "product" if "prod" in normalised(case.place.operation) else "sum"
     return "sum", (
-        f"it {does_so} {inputs.elements} elements of up to {inputs.largest:.4g} in {case.dtype}, whose largest number "
-        f"is {form.largest:.5g}; the result is {case.exact_size}"
+        f"overflows {case.dtype}: the {result} of {inputs.elements} elements of up to {inputs.largest:.4g} "
+        f"{case.exact_size}, and {_largest(case.dtype)}"
     )
 
 
 def _overflow(case: Case) -> Cause | None:
-    largest = f"{case.dtype}'s largest number, {case.form.largest:.5g}"
     if case.beyond:
-        scaled = case.place.direction == "backward" and case.scale != 1
-        times = f" times the loss scale of {case.scale:g}" if scaled else ""
-        return "overflow", f"the value, {case.exact_size}{times}, is beyond {largest}"
+        scaled = case.place.direction == "backward" and case.scale != 1 and case.reference is not None
+        times = f", times the loss scale of {case.scale:g}" if scaled else ""
+        return "overflow", f"overflows {case.dtype}: it {case.exact_size}{times}, and {_largest(case.dtype)}"
     if case.float32_fails:
         return None
     return "overflow", (
-        f"it is not finite in {case.dtype}, whose largest number is {case.form.largest:.5g}, and is {case.exact_size}: "
-        f"a part of it is beyond the dtype"
+        f"is not finite in {case.dtype}, though it {case.exact_size} and {_largest(case.dtype)}: an intermediate "
+        f"result may overflow"
     )
+
+
+def _largest(dtype: str) -> str:
+    return f"{dtype}'s largest number is {FORMATS[dtype].largest:.5g}"
 
 
 def _forward_at_zero(case: Case) -> Reading | None:
     """Return the root or logarithm of zero, in the forward pass, that a failing backward belongs to."""
     forward = (entry for entry in case.readings if entry.direction == "forward" and entry.module == case.place.module)
-    return next((entry for entry in forward if entry.inputs.zeros and _differentiated(entry, case.place)), None)
+    return next((entry for entry in forward if case.has_new_zeros(entry) and _differentiated(entry, case.place)), None)
 
 
 def _differentiated(entry: Reading, place: Reading) -> bool:
@@ -294,13 +381,24 @@ def _differentiated(entry: Reading, place: Reading) -> bool:
     return same_line and (power or family(entry.operation) in ("root", "logarithm"))
 
 
+def _of_flushed(case: Case) -> str:
+    """Return which operation before the place makes zeros; "" where none is seen that does."""
+    if case.flushed is None:
+        return ""
+    entry, exact = case.flushed
+    return f", and {Place.of(entry).source} rounds numbers down to {exact.value.smallest:.2g} to zero"
+
+
 def _of_difference(entry: Reading, dtype: str) -> str:
     """Return what became of a difference."""
-    where = f" ({entry.place})" if entry.place else ""
     return (
-        f"operation {entry.operation}{where} subtracts numbers of up to {entry.inputs.largest:.4g} that differ by less "
-        f"than {FORMATS[dtype].bits} bits of significand keep apart"
+        f"{Place.of(entry).source} subtracts numbers of up to {entry.inputs.largest:.4g} that {_significand(dtype)} "
+        f"cannot tell apart"
     )
+
+
+def _significand(dtype: str) -> str:
+    return f"{dtype}'s {FORMATS[dtype].bits} bits of significand"
 
 
 # -- a batch that fails ------------------------------------------------------------------------------------------------
@@ -349,11 +447,14 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
     """Say why the first value that is not finite is not."""
     position = first_failing(low.readings, exact)
     if position is None:
-        return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
+        return Fault(
+            "overflow", f"the loss or a gradient is not finite in {dtype}, though every value that was seen is"
+        )
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
-    cancels = case.cancelled is not None
-    return Fault(kind, f"in the {Place.of(case.place)}, {why}", low.readings, position, cancels=cancels)
+    zero = kind in ("division", "logarithm") and case.place.direction == "forward"
+    cancels = case.cancelled is not None or (zero and case.holds_inputs)
+    return Fault(kind, f"{Place.of(case.place)} {why}", low.readings, position, cancels=cancels)
 
 
 def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:
@@ -370,8 +471,8 @@ def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
     backward = [position for position, entry in enumerate(low.readings) if entry.direction == "backward"]
     first = first_failing([low.readings[position] for position in backward], exact)
     why = (
-        f"the gradients overflow only times the loss scale of {scale:g}: the step is skipped, and the scale backs off "
-        f"until they fit"
+        f"the gradients overflow only because of the loss scale of {scale:g}: the step is skipped, and the scale backs "
+        f"off until they fit"
     )
     return Fault("loss scale", why, low.readings, None if first is None else backward[first])
 
@@ -382,10 +483,10 @@ def _of_flush(settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtyp
     if not flushed:
         return None
     position = first_flushed(settled, exact)
-    where = "" if position is None else f"in the {Place.of(settled.readings[position])}, "
+    what = "gradients underflow" if position is None else f"{Place.of(settled.readings[position])} underflows"
     why = (
-        f"{where}gradients are zero in {dtype} at the largest loss scale at which no other overflows, and are not in "
-        f"float32: {listed_names(flushed)} train no more"
+        f"{what} to zero in {dtype}, even at the largest loss scale at which none overflows: most of the gradient of "
+        f"{listed_names(flushed)} is lost"
     )
     return Fault("flush", why, settled.readings, position)
 
@@ -404,6 +505,25 @@ def first_flushed(seen: Seen, exact: Mapping[Key, Reading]) -> int | None:
     return None
 
 
+def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Fault | None:
+    """Return the first gradient of a value that is wrong, of a batch whose forward pass is right; None for none."""
+    exact = {key_of(entry): entry for entry in reference.readings}
+    readings = unscaled(low.readings, scale)
+    wrong = (
+        position
+        for position, entry in enumerate(readings)
+        if entry.direction == "backward" and is_wrong(entry, exact.get(key_of(entry)), dtype, position)
+    )
+    position = next(wrong, None)
+    if position is None:
+        return None
+    place, other = low.readings[position], exact[key_of(readings[position])]
+    underflows = flushes(place.value, other.value) and other.value.smallest * scale <= FORMATS[dtype].flushes_to
+    what, error = "underflows" if underflows else "loses precision", percent(error_of(readings[position], other))
+    why = f"{Place.of(place)} {what}: it is {error} from float32's, and the forward pass of this step agrees"
+    return Fault("flush" if underflows else "digits", why, low.readings, position)
+
+
 def _of_hand(reference: Seen) -> Fault | None:
     """Say that the script itself casts to a dtype what this cannot hold; None where it does not, or without harm."""
     position = overflow_by_hand(reference.readings)
@@ -413,11 +533,11 @@ def _of_hand(reference: Seen) -> Fault | None:
     lost = next((entry for entry in later if _is_all_lost(entry)), None)
     if reference.finite and lost is None:
         return None
-    what = "" if lost is None else f", and all {lost.value.elements} elements of the {Place.of(lost)}"
+    what = "" if lost in (None, place) else f", and {Place.of(lost)} is not finite in all {lost.value.elements}"
     why = (
-        f"in the {Place.of(place)}, {place.value.nonfinite} of {place.value.elements} elements{what} are not finite in "
-        f"{place.dtype}: the script itself casts to that, in a run in float32, too, so that it is not known what "
-        f"float32 makes of them"
+        f"{Place.of(place)} overflows {place.dtype} in {place.value.nonfinite} of {place.value.elements} elements"
+        f"{what}: the script itself casts to {place.dtype} there, in float32 runs, too, so what float32 would compute "
+        f"is not known"
     )
     kind: Kind = "sum" if family(place.operation) == "sum" else "overflow"
     return Fault(kind, why, reference.readings, position, reference.finite, by_hand=True)
@@ -449,31 +569,34 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
     kind: Kind
     if place.value.nonfinite:
         kind, why = _cause(Case(place, other, dtype, low.readings, healthy=exact))
-    elif flushes(place.value, before) and not _cancels(place, other):
+    elif flushes(place.value, before) and not _cancels(place, other, FORMATS[dtype]):
         kind = "flush"
         form = FORMATS[dtype]
-        holds_none = f", whose smallest number is {form.smallest:.2g}" if before.smallest <= form.flushes_to else ""
+        underflows = before.smallest <= form.flushes_to
+        smallest = f", whose smallest number is {form.smallest:.2g}" if underflows else ""
         why = (
-            f"{place.value.zeros} of {place.value.elements} elements are zero in {dtype}{holds_none}; in float32 they "
-            f"are up to {before.largest:.4g}"
+            f"{'underflows' if underflows else 'loses all precision'}: {place.value.zeros} of {place.value.elements} "
+            f"elements are zero in {dtype}{smallest}, and in float32 they are up to {before.largest:.4g}"
         )
     else:
         kind = "digits"
         why = (
-            f"the value is off by {error_of(place, other):.2g} of its norm: {FORMATS[dtype].bits} bits of significand "
-            f"are too few for the numbers that it is the difference or the sum of"
+            f"loses precision: it is {percent(error_of(place, other))} from float32's, because "
+            f"{_significand(dtype)} are too few for the numbers that it is computed from"
         )
-    why = f"in the {Place.of(place)}, {why}; the loss stays finite, {percent(error)} from float32's"
+    why = f"{Place.of(place)} {why}; the loss stays finite, {percent(error)} from float32's"
     return Fault(kind, why, low.readings, position, stays_finite=True)
 
 
-def _cancels(place: Reading, exact: Reading | None) -> bool:
-    """Return whether a value is zero because its terms were equal: no sum of two numbers is too small for their dtype.
+def _cancels(place: Reading, exact: Reading | None, form: Format) -> bool:
+    """Return whether a value is zero of rounded inputs, and not because it is too small for its dtype.
 
-    A sum is a multiple of the last digit of its smaller term. Terms that were zero before have been flushed.
+    No sum of two numbers is too small: it is a multiple of the last digit of its smaller term. Nor is what the dtype
+    holds. Inputs that were zero before have been flushed; of a module it is not known what it computes.
     """
     flushed = exact is not None and flushes(place.inputs, exact.inputs)
-    return normalised(place.operation) in _DIFFERENCES and not flushed
+    held = exact is not None and bool(place.operation) and exact.value.smallest > form.flushes_to
+    return not flushed and (held or normalised(place.operation) in _DIFFERENCES)
 
 
 # -- float32 fails, too ------------------------------------------------------------------------------------------------
@@ -482,22 +605,29 @@ def _cancels(place: Reading, exact: Reading | None) -> bool:
 def _of_float32(reference: Seen, growth: Growth | None) -> Fault:
     """Say why a batch fails in float32: the first of these that fits."""
     position = first_failing(reference.readings, None)
-    for find in (_broken_weights, _cast_by_hand, _masked_row, _received, _diverged, _large_weights, _large_data):
+    of_place = None if position is None else _at_place(reference, position)
+    for find in (_broken_weights, _cast_by_hand, _masked_row, _received, _diverged):
         fault = find(reference, position, growth)
         if fault is not None:
             return fault
-    if position is None:
-        return Fault("model", "the loss or a gradient is not finite in float32, either")
+    if of_place is None or of_place.kind == "model":  # no number of another size would help what the operation does
+        fault = _large_weights(reference, position) or _large_data(reference, position)
+    return fault or of_place or Fault("model", "the loss or a gradient is not finite in float32, either")
+
+
+def _at_place(reference: Seen, position: int) -> Fault:
+    """Say why an operation fails in float32."""
     place = reference.readings[position]
     kind, why = _cause(Case(place, None, "float32", reference.readings, float32_fails=True))
-    return Fault(kind, f"in the {Place.of(place)}, {why}; float32 fails, too", reference.readings, position)
+    return Fault(kind, f"{Place.of(place)} {why}; float32 fails, too", reference.readings, position)
 
 
 def _broken_weights(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
     broken = [name for name, stats in reference.replayed.parameters.items() if stats.nonfinite]
     if not broken:
         return None
-    why = f"the weights are not finite already ({listed_names(broken)}): a former step wrote inf or NaN to them"
+    names = listed_names(broken)
+    why = f"the weights are not finite already ({names}): an earlier step may have written inf or NaN to them"
     return Fault("weights", why, reference.readings, position)
 
 
@@ -512,7 +642,7 @@ def _masked_row(reference: Seen, position: int | None, growth: Growth | None) ->
     if row is None:
         return None
     place = reference.readings[row]
-    why = f"in the {Place.of(place)}, all of a row is masked, by -inf: what remains is 0/0, in float32, too"
+    why = f"{Place.of(place)} is NaN: all of a row is masked by -inf, and what remains is 0/0, in float32, too"
     return Fault("mask", why, reference.readings, row)
 
 
@@ -527,21 +657,38 @@ def _received(reference: Seen, position: int | None, growth: Growth | None) -> F
     came_with_it = model is not None and model.inputs.nonfinite > 0
     if not place.inputs.nonfinite or not (came_with_it or _nothing_computed(reference.readings[:position])):
         return None
-    if model is not None and not came_with_it:
-        return _broken_parameter(reference, position, place)
+    if came_with_it or model is None:
+        return _broken_batch(reference, position, place, came_with_it)
+    return _broken_parameter(reference, position, place)
+
+
+def _broken_batch(reference: Seen, position: int | None, place: Reading, came_with_it: bool) -> Fault:
     why = (
-        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {Place.of(place)} are not finite, and "
-        f"nothing before it computed them: they came with the batch"
+        f"{'the batch is' if came_with_it else 'the batch, or what a former step left, is'} not finite: "
+        f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of {Place.of(place).source} are inf or NaN, and "
+        f"no operation computed them"
     )
     return Fault("data", why, reference.readings, position)
 
 
 def _broken_parameter(reference: Seen, position: int | None, place: Reading) -> Fault:
+    if _makes_nan(place):  # of what no optimizer writes: a mask is multiplied by zero, say
+        why = (
+            f"{Place.of(place)} is NaN, in float32, too: {place.inputs.nonfinite} of {place.inputs.elements} inputs "
+            f"are infinite, and they are the module's own, as those of a mask"
+        )
+        return Fault("mask", why, reference.readings, position)
     why = (
-        f"what the {Place.of(place)} reads is not finite, and neither its inputs nor those of the model are to blame: "
-        f"a former step wrote inf or NaN to the weights"
+        f"what {Place.of(place).source} reads is not finite, though the inputs of the model are: an earlier step may "
+        f"have written inf or NaN to its weights"
     )
     return Fault("weights", why, reference.readings, position)
+
+
+def _makes_nan(place: Reading) -> bool:
+    """Return whether an operation that reads no weights, as far as is known, makes NaN of infinities."""
+    infinite = place.inputs.nonfinite and not place.inputs.nan
+    return bool(infinite and place.value.nan) and family(place.operation) not in ("matmul", "norm")
 
 
 def _nothing_computed(readings: Sequence[Reading]) -> bool:
@@ -553,24 +700,27 @@ def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> F
     return None if growth is None else Fault("learning rate", str(growth), reference.readings, position)
 
 
-def _large_weights(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+def _large_weights(reference: Seen, position: int | None) -> Fault | None:
     largest = {name: stats.largest for name, stats in reference.replayed.parameters.items()}
     name = max(largest, key=lambda name: largest[name], default="")
     if not name or largest[name] <= LARGE_WEIGHT:
         return None
     why = (
-        f"weights are as large as {largest[name]:.3g} ({name}), and float32 overflows, too, so that no precision "
-        f"helps: they may have grown by a learning rate that is too large"
+        f"weights are as large as {largest[name]:.3g} ({name}), and float32 overflows, too: the learning rate may be "
+        f"too large"
     )
     return Fault("learning rate", why, reference.readings, position)
 
 
-def _large_data(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
+def _large_data(reference: Seen, position: int | None) -> Fault | None:
     received = (entry for entry in reference.readings if entry.inputs.elements)
     entry = outermost(reference.readings) or next(received, None)
     if entry is None or entry.inputs.largest <= LARGE_INPUT:
         return None
-    why = f"the inputs of the {Place.of(entry)} are up to {entry.inputs.largest:.3g}, whose squares float32 cannot hold"
+    why = (
+        f"the inputs of {Place.of(entry).source} are up to {entry.inputs.largest:.3g}, and float32 cannot hold their "
+        f"squares"
+    )
     return Fault("data", why, reference.readings, position)
 
 
@@ -587,14 +737,14 @@ def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     constant = next((position for position in missed if _overflows_as_mask(readings[position], form)), None)
     if constant is not None:
         place = readings[constant]
-        why = f"the constant {place.value.lowest:.3g} is beyond {dtype}'s lowest number, {-form.largest:.5g}"
-        return Fault("mask", f"in the {Place.of(place)}, {why}: {refusal.message}", readings, constant)
+        why = f"cannot be computed: {_constant_beyond(place.value, dtype)} ({refusal.message})"
+        return Fault("mask", f"{Place.of(place)} {why}", readings, constant)
     # Which casts there are depends on the dtype.
     position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
-    where = "" if position is None else f"in the {Place.of(readings[position])}, "
+    what = "the step" if position is None else str(Place.of(readings[position]))
     has_line = position is not None and readings[position].place
-    line = f"in {refusal.line}, " if refusal.line and not has_line else ""
-    why = f"{where}{line}it cannot be computed in {dtype}, only in float32: {refusal.message}"
+    line = f" ({refusal.line})" if refusal.line and not has_line else ""
+    why = f"{what}{line} cannot be computed in {dtype}, only in float32: {refusal.message}"
     return Fault("error", why, readings, position)
 
 

@@ -31,12 +31,10 @@ class Link:
     error: float
 
     def __str__(self) -> str:
-        """Return the place, its ranges, and how far off it is."""
-        where = f"module {self.place.module!r}" if self.place.module else "outside of modules"
-        operation = f", {self.place.operation}" if self.place.operation else ""
+        """Return what computes the value, its ranges, and how far it is from float32's."""
         exact = "" if self.float32 is None else f", in float32 {_range(self.float32)}"
         off = "not finite" if math.isinf(self.error) else f"off by {percent(self.error)}"
-        return f"{where}{operation}: {_range(self.place.value)}{exact}, {off}"
+        return f"{self.place.source}: {_range(self.place.value)}{exact}, {off}"
 
 
 def _range(stats: Stats) -> str:

@@ -104,8 +104,8 @@ class Comparison:
         amount = "is not finite" if math.isinf(entry.error) else f"is off by {entry.error:.2g} of its norm"
         name = repr(entry.module) if entry.module else "the model"
         return (
-            f"{how} parts from float32: the first value that differs is the {value} of {name}, which {amount}, where "
-            f"rounding explains {entry.bound:.2g}; what that was computed of may have lost the digits ({digits})."
+            f"{how} differs from float32, first in the {value} of {name}, which {amount}, where rounding explains "
+            f"{entry.bound:.2g}; what that was computed from may have lost the precision ({digits})."
         )
 
     def agrees(self, tolerance: float) -> bool:

@@ -423,11 +423,12 @@ def ends_alike(reference: Sequence[float | None], losses: Sequence[float | None]
 
 def verdict(name: str, facts: Mapping[str, Any]) -> str:
     """Return lines: what fails or that it agrees, and why; what was seen to cure it; speed and memory."""
-    fault, doubt, worth = facts["fault"], _doubt(facts), _worth(facts)
-    right = f"{name}: {', '.join(_seen_of_losses(facts))}{f': {doubt}' if doubt else ''}."
-    lines = [f"{right} Step {fault['step']}: {fault['kind']}: {fault['why']}" if fault else right]
+    fault, worth = facts["fault"], _worth(facts)
+    doubt = DOUBTS.get(doubt_of(facts), "")
+    losses = f"{', '.join(_seen_of_losses(facts))}{doubt}."
+    what = [f"in step {fault['step']}, {fault['why']}", f"{losses[0].upper()}{losses[1:]}"] if fault else [losses]
+    lines = [" ".join([f"{name}:", *what, *facts["mistakes"]])]
     lines += [f"Cure, tried: {fault['cure']}."] if fault and fault["cure"] else []
-    lines[:1] = [" ".join([*lines[:1], *facts["mistakes"]])]
     return "\n".join([*lines, f"{', '.join(_cost(facts))}{'' if doubt else f': {worth}'}."])
 
 
@@ -436,11 +437,11 @@ def _seen_of_losses(facts: Mapping[str, Any]) -> list[str]:
     lost, skipped = facts["lost"], len(_skipped(facts))
     parts = [_of_losses(facts)]
     if lost["dtype"] >= LOST:
-        parts.append(f"{lost['dtype']:.0%} of the updates round to nothing ({lost['float32']:.0%} of those in float32)")
+        parts.append(f"{lost['dtype']:.0%} of the updates are rounded away ({lost['float32']:.0%} in float32)")
     if facts["flushed"]:
-        parts.append(f"gradients of {listed_names(facts['flushed'])} flush to zero")
+        parts.append(f"gradients of {listed_names(facts['flushed'])} underflow to zero")
     if facts["fault"] and facts["fault"]["by_hand"]:
-        parts.append("which says nothing of what the script casts by hand: float32 itself overflows there")
+        parts.append("but float32 itself overflows where the script casts by hand")
     if _skips_most(facts):
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
     return parts
@@ -454,19 +455,25 @@ def _cost(facts: Mapping[str, Any]) -> list[str]:
     return [ratio, *([] if memory is None else [f"{memory:.2f} times the memory"])]
 
 
-def _doubt(facts: Mapping[str, Any]) -> str | None:
-    """Return what is to be looked into before speed counts; None for nothing."""
+_CHECK: Final = ": check this before you rely on it"
+DOUBTS: Final[dict[str | None, str]] = {
+    "float32 fails": ": mend that first, for precision is not the cause",
+    "fault": _CHECK,
+    "not repeatable": ": make the script repeatable first",
+    "differs": _CHECK,
+}
+
+
+def doubt_of(facts: Mapping[str, Any]) -> str | None:
+    """Return what is to be looked into before speed counts, a key of `DOUBTS`; None for nothing."""
     lost, exact = facts["lost"]["dtype"], facts["lost"]["float32"]
-    doubts = (
-        (facts["float32_fails"] is not None, "that comes first, and precision is not its cause"),
-        (
-            _skips_most(facts) or any(facts[name] for name in ("flushed", "fault", "mistakes")),
-            "look before you rely on it",
-        ),
-        (facts["float32_parts_at"] is not None, "make the script repeatable first"),
-        (not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact), "look before you rely on it"),
-    )
-    return next((words for holds, words in doubts if holds), None)
+    doubts = {
+        "float32 fails": facts["float32_fails"] is not None,
+        "fault": _skips_most(facts) or any(facts[name] for name in ("flushed", "fault", "mistakes")),
+        "not repeatable": facts["float32_parts_at"] is not None,
+        "differs": not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact),
+    }
+    return next((doubt for doubt, holds in doubts.items() if holds), None)
 
 
 def _worth(facts: Mapping[str, Any]) -> str:
@@ -513,26 +520,24 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
         return str(facts["float32_fails"])
     if facts["float32_parts_at"] is not None:
         return (
-            f"two runs in float32 part from each other at step {facts['float32_parts_at']}, so that losses say nothing"
+            f"two runs in float32 differ from each other at step {facts['float32_parts_at']}, so losses cannot be "
+            f"compared"
         )
     settled = f" at a loss scale of {facts['settled']['scale']:g}" if facts["settled"] else ""
     if parts_at is None:
         return f"the loss agrees with float32's within rounding in all {len(losses)} steps{settled}"
     before = ", ".join(str(step) for step in _skipped(facts) if step <= parts_at)
     skips = settled + (f" (step {before} skipped)" if before else "")
-    first = facts["modules"] and facts["modules"]["first"]
-    value = "the gradient of the output of " if first and first["direction"] == "backward" else ""
-    where = f", first in {value}{_named(first['module'])}" if first else ""
-    return f"the loss parts from float32's at step {parts_at} of {len(losses)}{skips}{where}, and {_end(facts)}"
+    return f"the loss first differs from float32's at step {parts_at} of {len(losses)}{skips}, and {_end(facts)}"
 
 
 def _end(facts: Mapping[str, Any]) -> str:
     broken = sum(isinstance(loss, str) for loss in facts["losses"])
     if facts["noise"] is not None:
-        return "differs by no more than float32 itself does where it rounds otherwise"
+        return "stays within the rounding noise of the script"
     if facts["ends_alike"]:
-        return "ends alike"
-    return f"has {broken} value{'s' if broken > 1 else ''} not finite" if broken else "ends elsewhere"
+        return "agrees at the end"
+    return f"is not finite in {broken} step{'s' if broken > 1 else ''}" if broken else "still differs at the end"
 
 
 def _is_nameless(facts: tuple[str, Mapping[str, Any]], timed: Mapping[str, Sequence[Outcome]]) -> bool:
@@ -543,10 +548,6 @@ def _is_nameless(facts: tuple[str, Mapping[str, Any]], timed: Mapping[str, Seque
 
 def _nameless(outcome: Outcome) -> str:
     return f"No module computed anything that could be compared by name. {how_to_name(outcome)}."
-
-
-def _named(module: str) -> str:
-    return f"module {module!r}" if module else "the model"
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -598,7 +599,7 @@ def _watch(
         outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name, loss_scale=scale)))
     for name, facts in compared.items():
         facts.update(_watched_facts(watched, name, facts, references, outcomes, run, progress))
-        facts["verdict"] = verdict(name, facts)
+        facts |= {"doubt": doubt_of(facts), "verdict": verdict(name, facts)}
     if not outcomes:
         return [], []
     exact = outcomes[REFERENCE]

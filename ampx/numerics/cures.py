@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from ampx.backend import MODULE
 from ampx.formats import FORMATS
 from ampx.modules import outer_name
 
@@ -50,6 +51,11 @@ class Change:
     rounded: str = ""
     bits: int = 0
 
+    @property
+    def deny(self) -> tuple[str, ...]:
+        """What is kept in float32, as entries of `deny` in a policy file."""
+        return (*(f"{MODULE}{name}" for name in self.float32), *self.operations)
+
     def __str__(self) -> str:
         """Name the change."""
         *rest, last = map(repr, self.float32 or ("",))
@@ -57,7 +63,9 @@ class Change:
         words = [f"with module{'s' if len(self.float32) > 1 else ''} {names} in float32"] if names else []
         words += [f"with operation {name!r} in float32" for name in self.operations]
         words += [] if self.dtype is None else [f"in {self.dtype}"]
-        words += [f"with what module {self.rounded!r} takes and returns in {self.bits} bits"] if self.rounded else []
+        words += (
+            [f"with inputs and outputs of module {self.rounded!r} rounded to {self.bits} bits"] if self.rounded else []
+        )
         words += [] if self.scale is None else [f"at a loss scale of {self.scale:g}"]
         return ", ".join(words)
 
@@ -90,7 +98,7 @@ class Experiment:
             return f"{self.change}: {self.raised}"
         off = f", {percent(self.error)} from float32's" if math.isfinite(self.error) else ""
         finite = "finite" if self.finite else "gradients are not finite" if math.isfinite(self.loss) else "not finite"
-        later = ", and the steps behind it fail" if self.finite and self.fails_later else ""
+        later = ", and the next steps fail" if self.finite and self.fails_later else ""
         return f"{self.change}: loss {self.loss:.4g}, {finite}{off}{later}"
 
 
@@ -182,21 +190,22 @@ class Search:
     def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> str:
         """Return the module that lost what is missed at the place; "" where that is lost at the place itself.
 
-        It is another one if what was wrong there is right now, computed in the low precision as before. Or if the batch
-        is wrong in float32, too, once only that module rounds to the dtype's digits: no float32 behind it helps.
+        It is another one if what that returns was wrong already. Or if what was wrong at the place is right now,
+        computed in the low precision as before. Or if the batch is wrong in float32, too, once only that module rounds
+        to the dtype's digits: no float32 behind it helps.
 
         Args:
             kept: Modules that cure the batch.
             seen: The batch with these in float32.
         """
         loses = self._fault.cancels or self._fault.kind in LOSES_DIGITS
-        before = self._fault.readings[: self._fault.position]
-        outputs = [entry.module for entry in before if entry.direction == "forward" and not entry.operation]
-        ends = [module for module in outputs if module in kept]
+        ends = [entry for entry in self._fault.readings[: self._fault.position] if _is_output(entry, kept)]
         if not loses or not ends or _is_part(self._place.module, kept):
             return ""
-        producer = ends[-1]
-        return producer if self._mends_low(kept, seen) or self._fails_rounded(producer) else ""
+        last, exact = ends[-1], {key_of(entry): entry for entry in self._reference().readings}
+        returns_wrong = error_of(last, exact.get(key_of(last))) > WRONG
+        is_to_blame = returns_wrong or self._mends_low(kept, seen) or self._fails_rounded(last.module)
+        return last.module if is_to_blame else ""
 
     def _fails_rounded(self, module: str) -> bool:
         """Return whether the batch is wrong in float32, too, where only a module rounds."""
@@ -310,6 +319,10 @@ def _before(readings: Sequence[Reading], taken: Sequence[str]) -> str | None:
 
 def _computes(entry: Reading) -> bool:
     return bool(entry.operation) and family(entry.operation) != "cast"
+
+
+def _is_output(entry: Reading, modules: Sequence[str]) -> bool:
+    return entry.direction == "forward" and not entry.operation and entry.module in modules
 
 
 def _is_part(name: str, modules: Sequence[str]) -> bool:

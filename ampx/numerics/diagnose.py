@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,12 +14,12 @@ from ampx.formats import FORMATS, digits_of
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
-from .causes import Fault, Growth, Kind, find_fault, refusal_fault
+from .causes import Fault, Growth, Kind, find_fault, gradient_fault, refusal_fault
 from .chain import Link, chain
 from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search
 from .operations import normalised
-from .places import Place, key_of, last_finite
+from .places import WRONG, Place, key_of, last_finite
 from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
 from .tune import kept_in_float32
@@ -81,7 +81,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return what fails and why, what cures it, the bracket, what to do, and the risks that bear on it, as text."""
-        lines = [f"{self.kind}: {self.why}", *self._tried(), *self._bracket()]
+        lines = [f"{self.why[0].upper()}{self.why[1:]}", *self._tried(), *self._bracket()]
         if self.advice:
             lines += ["", *(f"    {line}" for line in self.advice.splitlines())]
         return "\n".join([*lines, *(f"  risk: {risk.text}" for risk in self.risks)])
@@ -123,6 +123,7 @@ def _range(stats: Stats) -> str:
 # -- what to do --------------------------------------------------------------------------------------------------------
 
 
+_CLEAR: Final = WRONG / 4  # what cures a training whose losses part brings them this close, and noise does not
 _EPSILON: Final = 1e-6  # less is no help: what is divided by it overflows soon
 _SMALLER: Final = "x = x - x.max()  # before exp, as softmax and logsumexp do; softplus(x) for log(1 + exp(x))"
 _REGION: Final = (
@@ -130,30 +131,50 @@ _REGION: Final = (
     "    ..."
 )
 _BY_HAND: Final = (
-    "# may cure it, and was not tried: cast to float32 before the operation above, or not to less\n"
-    "# at all; where a script casts by hand, no option acts"
+    "# may cure it, and was not tried: cast to float32 before the operation above, or leave out the cast;\n"
+    "# no option changes what the script itself casts"
 )
 _WIDE: Final = 'amp = ampx.init(dtype="bfloat16")'
 _UNTRIED: Final = "# may cure it, and was not tried:\n"
 _CLIP: Final = "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)"
 
 
-def _denied(modules: Iterable[str], dtype: str, tried: bool, prepare_finds_modules: bool) -> str:
+@dataclass(frozen=True)
+class _Setting:
+    """In what a batch is computed.
+
+    Attributes:
+        dtype: The precision, of `FORMATS`.
+        scale: The loss scale.
+        prepare_finds_modules: As in `ampx.Backend`, for the lines that are advised.
+    """
+
+    dtype: str
+    scale: float
+    prepare_finds_modules: bool = False
+
+
+def _keeps(modules: Collection[str], tried: bool) -> str:
+    return f"{'' if tried else 'may cure it: '}keep {'it' if len(modules) == 1 else 'them'} in float32"
+
+
+def _denied(modules: Iterable[str], setting: _Setting, tried: bool) -> str:
     """Return the lines that keep modules in float32; "" for none that has a name.
 
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
     """
     parts = {name: name.rpartition(":") for name in modules}
+    in_a_file = [f"{MODULE}{name}" for name in parts]
     entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
-    which = f"the {' and the '.join(models)}" if models else "which has that module"
-    policy = f"; in a policy file: {[f'{MODULE}{name}' for name in parts]!r}" if models else ""
-    it = "it" if len(parts) == 1 else "them"
+    keeps = _keeps(parts, tried)
     if not entries:  # a model as a whole, or nothing
-        return f"# {'' if tried else 'may cure it: '}keep {it} in float32{policy}" if models else ""
-    keeps = f"keep {it} in float32" if tried else f"may cure it: keep {it} in float32"
-    init = f"amp = ampx.init(dtype={dtype!r}, deny={entries!r})  # {keeps}"
-    prepare = prepare_line(entries, prepare_finds_modules)
+        return f"deny = {in_a_file!r}  # in a policy file: {keeps}" if models else ""
+    which, policy = "which has that module", ""
+    if models:
+        which, policy = f"the {' and the '.join(models)}", f"; in a policy file: {in_a_file!r}"
+    init = f"amp = ampx.init(dtype={setting.dtype!r}, deny={entries!r})  # {keeps}"
+    prepare = prepare_line(entries, setting.prepare_finds_modules)
     return "\n".join([init, *(f"{line}  # {which}, before wrap_optimizer{policy}" for line in prepare)])
 
 
@@ -176,35 +197,33 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
     return lines.get(kind, "")
 
 
-def _advice(
-    fault: Fault, dtype: str, float32_fails: bool, cure: Change | None, tried: bool, prepare_finds_modules: bool
-) -> str:
-    """Return what to do, as code: what was seen to cure it, or else what may, which was not tried."""
-    if cure is not None:
-        return _of_cure(cure, dtype, prepare_finds_modules)
-    return _untried(fault, dtype, float32_fails, tried, prepare_finds_modules)
-
-
-def _of_cure(cure: Change, dtype: str, prepare_finds_modules: bool) -> str:
+def _of_cure(cure: Change, setting: _Setting) -> str:
+    """Return what was seen to cure it, as code."""
     if cure.dtype is not None:
         return _WIDE
     if cure.operations:
-        return f"amp = ampx.init(dtype={dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
-    return _denied(cure.float32, dtype, True, prepare_finds_modules) or _REGION
+        return f"amp = ampx.init(dtype={setting.dtype!r}, deny={[*cure.operations]!r})  # keep it in float32"
+    return _denied(cure.float32, setting, True) or _REGION
 
 
-def _untried(fault: Fault, dtype: str, float32_fails: bool, tried: bool, prepare_finds_modules: bool) -> str:
+def _untried(fault: Fault, setting: _Setting, float32_fails: bool, tried: bool) -> str:
+    """Return what may cure it, as code, where nothing was seen to."""
     if fault.by_hand:
         return _BY_HAND
-    own = _in_the_script(fault.kind, fault.place, dtype)
-    if float32_fails or fault.kind not in PRECISION:
-        return f"{_UNTRIED}{own}" if own and fault.kind not in ("data", "model") else own
-    fits = not tried and dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
+    own = _in_the_script(fault.kind, fault.place, setting.dtype)
+    if not float32_fails and fault.kind in PRECISION:
+        return _in_float32(fault, setting, tried, own)
+    return f"{_UNTRIED}{own}" if own and fault.kind not in ("data", "model") else own
+
+
+def _in_float32(fault: Fault, setting: _Setting, tried: bool, own: str) -> str:
+    """Return the lines that keep the place in float32 unless that was tried, and others; `own` changes the script."""
+    fits = not tried and setting.dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
     more = [text for text in (own, _WIDE if fits else "") if text]
     module = "" if fault.place is None else fault.place.module
     if tried and module:
         return "\n".join(f"{_UNTRIED}{text}" for text in more)
-    first = _denied((module,), dtype, False, prepare_finds_modules) or _REGION
+    first = _denied((module,), setting, False) or _REGION
     return "\n".join([first, *(f"# or, which was not tried:\n{text}" for text in more)])
 
 
@@ -220,6 +239,7 @@ def examined(
     growth: Growth | None = None,
     compared: Callable[[], Seen] | None = None,
     prepare_finds_modules: bool = False,
+    parts: bool = False,
 ) -> Diagnosis:
     """Say where a batch first fails, and why.
 
@@ -232,26 +252,39 @@ def examined(
         growth: How far training has diverged in float32, if it has.
         compared: Returns what changes are compared with, as `Search` takes it; None for `reference`.
         prepare_finds_modules: As in `ampx.Backend`, for the lines that are advised.
+        parts: Training is wrong at this batch, whatever the batch itself computes: gradients of former ones were wrong.
     """
-    compared = functools.cache(compared or (lambda: reference))
-    trial = None if again is None or not reference.finite else _Trials(again, compared)
-    fault = (
-        refusal_fault(low, reference, dtype)
-        if isinstance(low, Refusal)
-        else find_fault(low, reference, dtype, scale, None, growth)
-    )
-    if trial is not None and fault is not None and fault.kind in PRECISION and scale != 1:
-        trial = replace(trial, scale=min(scale, fitting_scale(dtype, compared())))
-        if isinstance(low, Seen) and low.only_gradients_overflow and not fault.stays_finite:
-            trial = trial.settled()
-            fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
-    seen = low if isinstance(low, Seen) else None
-    return _concluded(fault, seen, reference, dtype, scale, trial, prepare_finds_modules)
+    setting = _Setting(dtype, scale, prepare_finds_modules)
+    trial = None
+    if again is not None and reference.finite:
+        trial = _Trials(again, functools.cache(compared or (lambda: reference)))
+    if isinstance(low, Refusal):
+        refused = refusal_fault(low, reference, dtype)
+        return _concluded(refused, None, reference, setting, trial and trial.at_scale(setting))
+    fault = find_fault(low, reference, dtype, scale, None, growth)
+    if fault is None and parts:
+        return _of_gradients(low, reference, setting, trial)
+    if trial is None or fault is None or fault.kind not in PRECISION:
+        return _concluded(fault, low, reference, setting, trial)
+    trial = trial.at_scale(setting)
+    if trial.may_settle(low, fault):
+        trial = trial.settled()
+        fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
+    return _concluded(fault, low, reference, setting, trial)
+
+
+def _of_gradients(low: Seen, reference: Seen, setting: _Setting, trial: _Trials | None) -> Diagnosis:
+    """Say which gradient is wrong, if a change cures it: nothing else shows that it is why training is wrong."""
+    fault = gradient_fault(low, reference, setting.dtype, setting.scale)
+    diagnosis = _concluded(fault, low, reference, setting, trial)
+    cured = any(entry.cures and entry.error < _CLEAR for entry in diagnosis.experiments)
+    return diagnosis if diagnosis.deny and cured else _concluded(None, low, reference, setting, trial)
 
 
 def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:
     """Say where a batch first fails, and why, and try nothing: see `find_fault` for the arguments."""
-    return _concluded(find_fault(low, reference, dtype, scale, settled), low, reference, dtype, scale, None, False)
+    fault = find_fault(low, reference, dtype, scale, settled)
+    return _concluded(fault, low, reference, _Setting(dtype, scale), None)
 
 
 @dataclass(frozen=True)
@@ -270,6 +303,16 @@ class _Trials:
     scale: float | None = None
     seen: Seen | None = None
 
+    def at_scale(self, setting: _Setting) -> _Trials:
+        """Return it for the loss scale that the gradients fit, where there is one."""
+        if setting.scale == 1:
+            return self
+        return replace(self, scale=min(setting.scale, fitting_scale(setting.dtype, self.compared())))
+
+    def may_settle(self, low: Seen, fault: Fault) -> bool:
+        """Return whether a smaller loss scale may be all that the batch needs."""
+        return self.scale is not None and low.only_gradients_overflow and not fault.stays_finite
+
     def settled(self) -> _Trials:
         """Run the batch at the loss scale, and at 1 where its gradients overflow even there."""
         for scale in dict.fromkeys((self.scale, 1.0)):
@@ -280,15 +323,10 @@ class _Trials:
 
 
 def _concluded(
-    fault: Fault | None,
-    low: Seen | None,
-    reference: Seen,
-    dtype: str,
-    scale: float,
-    trial: _Trials | None,
-    prepare_finds_modules: bool,
+    fault: Fault | None, low: Seen | None, reference: Seen, setting: _Setting, trial: _Trials | None
 ) -> Diagnosis:
     """Return the diagnosis of a fault, after trying what may cure it."""
+    dtype, scale = setting.dtype, setting.scale
     fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
     fails = not reference.finite and not fault.by_hand
     cure, experiments, links = None, [], _links(fault, low, reference, dtype, scale)
@@ -297,7 +335,7 @@ def _concluded(
         cure, experiments = search.cure(trial.seen), search.experiments
         if cure is not None and search.producer:
             fault = _of_producer(fault, search.producer, dtype)
-    place = fault.place
+    place, position = fault.place, fault.position
     return Diagnosis(
         fault.kind,
         dtype,
@@ -305,13 +343,13 @@ def _concluded(
         math.nan if low is None else low.replayed.loss,
         reference.replayed.loss,
         fails,
-        None if fault.position is None else last_finite(fault.readings, fault.position),
+        None if position is None else last_finite(fault.readings, position),
         None if place is None else Place.of(place),
         f"{fault.why}.",
-        _advice(fault, dtype, fails, cure, bool(experiments), prepare_finds_modules),
+        _of_cure(cure, setting) if cure is not None else _untried(fault, setting, fails, bool(experiments)),
         () if low is None else _bearing(fault, low, reference, dtype, scale),
         tuple(experiments),
-        () if cure is None else (*(f"{MODULE}{name}" for name in cure.float32), *cure.operations),
+        () if cure is None else cure.deny,
         links,
         fault.by_hand,
     )
@@ -341,7 +379,7 @@ def _of_producer(fault: Fault, producer: str, dtype: str) -> Fault:
     """Name the module whose output lost what is missed at the place: float32 there cures it, and not at the place."""
     outputs = (position for position, entry in enumerate(fault.readings[: fault.position]) if not entry.operation)
     position = next(at for at in outputs if fault.readings[at].module == producer)
-    why = f"in the {Place.of(fault.readings[position])}, {dtype} loses what is needed later: {fault.why}"
+    why = f"{Place.of(fault.readings[position])} loses precision in {dtype} that is needed later: {fault.why}"
     return replace(fault, kind="digits", why=why, position=position)
 
 

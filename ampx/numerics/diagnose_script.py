@@ -13,7 +13,7 @@ from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
-from .batch import Refusal, Seen, plain
+from .batch import INIT_SCALE, Refusal, Seen, plain, scaled
 from .causes import Growth, loss_error
 from .compare import bound, module_errors, unscaled
 from .cures import Change
@@ -31,6 +31,8 @@ _BEFORE: Final = (1, 2, 4, 8)  # steps before the one that fails, for the map
 _ALIKE: Final = 4.0  # the largest number of one batch over that of another of the same size
 # Where nothing fails this step is looked at, or the last before it that was not skipped: early, to cost little.
 _HEALTHY: Final = 20
+# No gradient times this loss scale is finite in float16, so that no step is made.
+_SKIPS_ALL: Final = 2.0**127
 # A cure lets training go on for so many steps, where the script makes them.
 _LATER: Final = 3
 
@@ -82,7 +84,8 @@ def diagnose_script(
         elif first.dtype == "float32" or not first.watches:
             return None, _report(trial, first, notes)
         else:
-            return _look_where_losses_part(trial, first, notes, run, progress)
+            skipped = _look_at_late_skip(trial, first, notes, run, progress)
+            return skipped or _look_where_losses_part(trial, first, notes, run, progress)
     assert step is not None
     return _look_at(trial, step, what, first, notes, run, progress)
 
@@ -99,6 +102,21 @@ def _look_at_skipped(
     diagnosis, report = _look_at(trial, begins, "skipped", first, [*notes], run, progress)
     only_scaled = diagnosis is not None and diagnosis.kind == "loss scale" and begins != last
     return _look_at(trial, last, "skipped", first, notes, run, progress) if only_scaled else (diagnosis, report)
+
+
+def _look_at_late_skip(
+    trial: Trial, first: Outcome, notes: list[str], run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
+) -> tuple[Diagnosis, dict[str, Any]] | None:
+    """Look at the first step that was skipped at a loss scale at which an earlier one was not.
+
+    None where there is none, or only the loss scale is why. See `_look_at` for the arguments.
+    """
+    applied = [step for step in range(1, first.steps + 1) if step not in first.skipped]
+    late = next((step for step in first.skipped if applied and step > applied[0]), None)
+    if late is None or first.scale_at(late) > first.scale_at(max(step for step in applied if step < late)):
+        return None
+    diagnosis, report = _look_at(trial, late, "skipped", first, [*notes], run, progress)
+    return None if diagnosis is None or diagnosis.kind in ("loss scale", "healthy") else (diagnosis, report)
 
 
 def _look_where_losses_part(
@@ -167,13 +185,14 @@ def _look_at(
     low = runs.run("watched")
     if what == "loss" and first is not None and math.isfinite(_loss(low, step)):
         notes.append(f"The loss was finite when the step was run again: the script {DIFFERS}.")
-    diagnosis, reference = runs.examined(low)
+    off = off or {}
+    diagnosis, reference = runs.examined(low, off.get(step, 0.0) > WRONG)
     low_step, exact_step = runs.seen(low), _of_values(_seen(reference, step), reference.scale_at(step))
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     notes += lost_updates(low)
     agreement = _agreement(low_step, exact_step, low.dtype, low.scale_at(step))
-    look = _Look(step, what, low, exact_step.readings, diagnosis, agreement, off or {})
+    look = _Look(step, what, low, exact_step.readings, diagnosis, agreement, off)
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
 
 
@@ -203,11 +222,12 @@ class Runs:
             stop_at_fault=False,
         )
 
-    def examined(self, low: Outcome) -> tuple[Diagnosis, Outcome]:
+    def examined(self, low: Outcome, parts: bool = False) -> tuple[Diagnosis, Outcome]:
         """Return the diagnosis of the step, and the run in float32 that it was compared with.
 
         Args:
             low: The run that fails, watched as `run` does, with the operations of the step.
+            parts: Its loss is wrong in this step.
         """
         dtype, step = low.dtype, self._step
         low_step = self.seen(low)
@@ -222,12 +242,34 @@ class Runs:
         exact_step = _of_values(exact_step, reference.scale_at(step))
         # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
         fails = isinstance(low_step, Refusal) or not low_step.finite
-        growth = _growth(low if dtype == "float32" else self.whole(), step) if fails else None
+        growth = self._growth(low) if fails else None
         failing = exact_step if reference is low else low_step
-        scale = low.scale_at(step)
+        scale = self._scale(low)
         finds = low.prepare_finds_modules
-        diagnosis = examined(failing, exact_step, dtype, scale, self.changed, growth, self.compared, finds)
+        diagnosis = examined(failing, exact_step, dtype, scale, self.changed, growth, self.compared, finds, parts)
         return diagnosis, reference
+
+    def _scale(self, low: Outcome) -> float:
+        """Return the loss scale of the step; that with which training begins where the script raised before that."""
+        if low.run["optimizers"] or low.raised is None:
+            return low.scale_at(self._step)
+        fixed = self._trial.settings.loss_scale
+        return float(fixed) if isinstance(fixed, (int, float)) else INIT_SCALE if scaled(low.dtype) else 1.0
+
+    def _growth(self, low: Outcome) -> Growth | None:
+        """Return how far training has diverged in float32; None where it fails with the weights of the first step."""
+        growth = _growth(low if low.dtype == "float32" else self.whole(), self._step)
+        if growth is None:
+            return None
+        try:
+            unscalable = {"dtype": "float16", "loss_scale": _SKIPS_ALL}
+            outcome = self.run("without updates", {"watched": (self._step,)}, **unscalable)
+        except TrialError:
+            return growth
+        loss = _loss(outcome, self._step)
+        if set(range(1, self._step)) <= set(outcome.skipped) and math.isfinite(loss):
+            return replace(growth, untrained=loss)
+        return growth if set(range(1, self._step)) - set(outcome.skipped) or low.dtype != "float16" else None
 
     def run(self, words: str, trial: Mapping[str, Any] | None = None, **settings: Any) -> Outcome:
         """Run the script with changes to the trial and to its settings."""
@@ -461,7 +503,7 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
     by_hand = cast_by_hand(reference.readings)
     if apart is None and by_hand is not None:
         return (
-            f"what is computed in float32 there agrees, and what the script itself casts to {by_hand.dtype}, from the "
+            f"what is computed in float32 there agrees, and what the script itself casts to {by_hand.dtype}, from "
             f"{Place.of(by_hand)} on, was not compared"
         )
     if apart is None:
@@ -473,7 +515,7 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
     module = f"module {apart.module!r}" if apart.module else "the model"
     if math.isinf(apart.error):
         return f"outputs of {module} are not finite"
-    return f"{module} is off by {apart.error:.2g} of its norm, where rounding explains {apart.bound:.2g}"
+    return f"{module} is {percent(apart.error)} from float32's, where rounding explains {percent(apart.bound)}"
 
 
 def lost_updates(outcome: Outcome) -> list[str]:
@@ -486,8 +528,8 @@ def lost_updates(outcome: Outcome) -> list[str]:
             share, dtype = percent(unchanged / moved), low[0]["dtype"]
             sentences.append(
                 f"{share} of the updates of weights in {dtype} were rounded away in step {meter['last']['step']}, by "
-                f"{meter['optimizer']}: they are smaller than what lies between two numbers of {dtype}. To store the "
-                f"weights in float32 may cure it, and was not tried."
+                f"{meter['optimizer']}: they are smaller than the spacing of numbers in {dtype}. To store the weights "
+                f"in float32 may cure it, and was not tried."
             )
     return sentences
 
@@ -535,10 +577,11 @@ class _Look:
     def verdict(self, seen: Outcome) -> str:
         """Return one sentence or two."""
         if self.fails:
-            return f"Step {self.step}: {self.diagnosis.kind}: {self.diagnosis.why}"
-        dangers = "some risks, which did no harm" if self.diagnosis.risks else "no risks"
-        compared = f"was compared with float32: {self.agreement}, and there are {dangers}."
+            return f"In step {self.step}, {self.diagnosis.why}"
         error = self.off.get(self.step, 0.0)
+        harmless = ", which did no harm" if self.off and max(self.off.values()) <= WRONG else ""
+        dangers = f"some risks{harmless}" if self.diagnosis.risks else "no risks"
+        compared = f"was compared with float32: {self.agreement}, and there are {dangers}."
         if error > WRONG:
             loss = f"The loss of step {self.step} of {seen.steps} in {seen.dtype} is {percent(error)} from float32's"
             return f"{loss}, and it is not known why: that step {compared}"

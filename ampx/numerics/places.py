@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -37,12 +36,18 @@ class Place:
         """Return the place of a reading."""
         return cls(**{name: getattr(reading, name) for name in cls.__dataclass_fields__})
 
+    @property
+    def source(self) -> str:
+        """What computes the value, with its line."""
+        module = f"module {self.module!r}" if self.module else ""
+        names = " in ".join(filter(None, (self.operation, module))) or "the model"
+        return f"{names} ({self.place})" if self.place else names
+
     def __str__(self) -> str:
-        """Name the place."""
-        module = f"module {self.module!r}" if self.module else "the model or the step itself"
-        operation = f", operation {self.operation}" if self.operation else ""
-        line = f" ({self.place})" if self.place else ""
-        return f"{self.direction} pass, {module}{operation}{line}"
+        """Name the value, as the subject of a sentence."""
+        if self.direction == "forward":
+            return f"the output of {self.source}"
+        return f"the gradient {'computed by' if self.operation else 'of the output of'} {self.source}"
 
 
 # Module, operation, direction and call: they identify a value in a run, and find it in another run.
@@ -97,10 +102,12 @@ def _is_new(entry: Reading, healthy: Mapping[Key, Reading]) -> bool:
 
 
 def _is_meant(readings: Sequence[Reading], position: int) -> bool:
-    """Return whether an infinity is no failure: a mask's, or one that an operation makes finite numbers of."""
+    """Return whether a value is no failure: a mask's infinity, or what an operation makes finite numbers of."""
     entry = readings[position]
-    if entry.value.nan or entry.direction == "backward":
+    if entry.direction == "backward":
         return False
+    if entry.value.nan:
+        return _is_mended(readings[position + 1 :])
     if family(entry.operation) == "mask":
         return True
     for later in readings[position + 1 :]:
@@ -109,6 +116,15 @@ def _is_meant(readings: Sequence[Reading], position: int) -> bool:
         if later.inputs.nonfinite and not later.value.nonfinite:
             return True
     return False
+
+
+def _is_mended(later: Sequence[Reading]) -> bool:
+    """Return whether an operation makes finite numbers of NaN, and what fails behind it is made of finite ones."""
+    forward = [entry for entry in later if entry.direction == "forward"]
+    mended = (at for at, entry in enumerate(forward) if entry.inputs.nonfinite and not entry.value.nonfinite)
+    fails = (entry for at in mended for entry in forward[at:] if entry.value.nonfinite)
+    first = next(fails, None)
+    return first is not None and not first.inputs.nonfinite
 
 
 def masked_whole(readings: Sequence[Reading]) -> int | None:
@@ -123,12 +139,11 @@ def _come_of_masks(readings: Sequence[Reading], position: int) -> bool:
     """Return whether the infinities that a value receives are made by masks, or come as an input of a softmax."""
     broken = (other for other in readings[:position] if other.value.nonfinite)
     origins = {family(other.operation) for other in broken if not other.inputs.nonfinite}
-    # Of a bad batch a product makes NaN before a softmax does.
-    return (
-        origins == {"mask"}
-        if origins
-        else bool(re.search("softmax|attention", normalised(readings[position].operation)))
-    )
+    if origins:
+        return origins == {"mask"}
+    # Of a bad batch a product makes NaN before a softmax does, or a single infinity makes NaN of a row.
+    entry, operation = readings[position], normalised(readings[position].operation)
+    return "attention" in operation or ("softmax" in operation and entry.inputs.nonfinite >= entry.value.nan)
 
 
 def last_finite(readings: Sequence[Reading], position: int) -> Place | None:
@@ -173,7 +188,7 @@ def first_wrong(
         loss_is_wrong: Whether the loss is, whatever the outputs of modules are.
     """
     forward = [(place, entry) for place, entry in enumerate(readings) if entry.direction == "forward"]
-    wrong = [place for place, entry in forward if _is_wrong(entry, exact.get(key_of(entry)), dtype, place)]
+    wrong = [place for place, entry in forward if is_wrong(entry, exact.get(key_of(entry)), dtype, place)]
     end = len(readings) if loss_is_wrong and wrong else None
     output = next((place for place in wrong if not readings[place].operation), end)
     if output is None:
@@ -188,7 +203,7 @@ def _is_spoilt(entry: Reading, other: Reading | None) -> bool:
     return entry.value.nonfinite > before.nonfinite or flushes(entry.value, before)
 
 
-def _is_wrong(entry: Reading, other: Reading | None, dtype: str, position: int) -> bool:
+def is_wrong(entry: Reading, other: Reading | None, dtype: str, position: int) -> bool:
     """Return whether a finite value is off by more than rounding could explain."""
     error = error_of(entry, other)
     return math.isfinite(error) and error > max(WRONG, bound(dtype, position))

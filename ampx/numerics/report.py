@@ -40,7 +40,7 @@ def to_page(report: Mapping[str, Any]) -> str:
 
 # -- compare ---------------------------------------------------------------------------------------
 
-HEAD = ("dtype", "steps/s", "speed", "memory", "skipped", "scale", "last loss", "parts at")
+HEAD = ("dtype", "steps/s", "speed", "memory", "skipped", "scale", "last loss", "differs at")
 
 
 def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -125,8 +125,8 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     verdicts = [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]
     parts = [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
     parts += [page.paragraph(line, verdict=True) for verdict in verdicts for line in verdict.splitlines()]
-    parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
     parts += _loss_parts("Loss", *_losses(report))
+    parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
     if meters := meter_rows(report):
         parts += [page.heading("Updates and gradients"), page.table(METER_HEAD, meters)]
     parts += [lost_map(meter) for facts in report["dtypes"].values() for meter in facts["meters"]]
@@ -261,20 +261,21 @@ def _draw_sweep(report: Mapping[str, Any], figure: Any) -> Any:
 
 def _diagnosed(report: Mapping[str, Any]) -> list[str]:
     diagnosis = report["diagnosis"]
-    parts = [page.paragraph(report["verdict"], verdict=True)]
+    parts = [
+        page.paragraph(report["verdict"], verdict=True),
+        *_loss_parts("Loss", *({report["dtype"]: report[key]} for key in ("losses", "losses_of"))),
+    ]
+    if report["modules"]:
+        parts += [page.heading(f"What the modules of step {report['looked_at']} need, and what the dtype holds")]
+        parts += [page.svg(_draw_ranges(report))]
     parts += [] if diagnosis is None else _what_to_do(diagnosis)
     if report["mistakes"]:
         parts += [page.heading("Mistakes in the script"), *map(page.paragraph, report["mistakes"])]
-    parts += [
-        *map(page.paragraph, report["notes"]),
-        *_loss_parts("Loss", *({report["dtype"]: report[key]} for key in ("losses", "losses_of"))),
-    ]
+    parts += map(page.paragraph, report["notes"])
     if report["map"] is not None:
         title = "Before it failed" if diagnosis is not None else "Steps that were looked at"
         parts += [page.heading(title), _range_map(report["map"])]
     if report["modules"]:
-        parts += [page.heading(f"What the modules of step {report['looked_at']} need, and what the dtype holds")]
-        parts += [page.svg(_draw_ranges(report))]
         rows = [
             (entry["module"] or "the model", entry["kind"], entry["direction"], entry["dtype"], _range(entry["value"]))
             for entry in report["modules"]
@@ -289,7 +290,8 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
 def _what_to_do(diagnosis: Mapping[str, Any]) -> list[str]:
     """Return what was tried, the bracket, and the lines of code."""
     tried = diagnosis["experiments"]
-    parts = [page.paragraph(f"{'Cure' if entry['cures'] else 'No cure'}: {entry['text']}.") for entry in tried]
+    parts = [page.heading("What was tried")] if tried else []
+    parts += [page.paragraph(f"{'Cure' if entry['cures'] else 'No cure'}: {entry['text']}.") for entry in tried]
     shown = {name: _place(place) for name, place in _bracket(diagnosis) if place is not None}
     if shown:
         parts.append(page.table(("", *shown), list(zip(_PLACE, *shown.values(), strict=True))))

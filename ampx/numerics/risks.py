@@ -66,8 +66,8 @@ def _constants(pair: _Pair) -> Risk | None:
         return None
     form = FORMATS[pair.dtype]
     text = (
-        f"constants in {listed_names(modules)} are beyond what {pair.dtype} can hold: ±{form.largest:.5g}, and nothing "
-        f"between 0 and {form.smallest:.2g}"
+        f"constants in {listed_names(modules)} are outside of the range of {pair.dtype}, {form.smallest:.2g} to "
+        f"{form.largest:.5g}"
     )
     return Risk("constant", modules, text)
 
@@ -97,8 +97,8 @@ def _normalizations(pair: _Pair) -> Risk | None:
     if not modules:
         return None
     text = (
-        f"a normalization in {pair.dtype} in {listed_names(modules)} is off by more than rounding explains: what it "
-        f"enlarges are differences that {pair.dtype} has lost"
+        f"the normalization in {listed_names(modules)} differs from float32's by more than rounding explains: its "
+        f"input has lost precision in {pair.dtype}"
     )
     return Risk("normalization", modules, text)
 
@@ -115,7 +115,7 @@ def _overflows(pair: _Pair) -> Risk | None:
         return None
     text = (
         f"{entry.value.nonfinite} of {entry.value.elements} outputs of module {entry.module!r} are infinite in "
-        f"{pair.dtype}, in float32 up to {exact[key_of(entry)].largest:.4g}; what comes behind hides it in this batch"
+        f"{pair.dtype}, and up to {exact[key_of(entry)].largest:.4g} in float32; later modules hide it in this batch"
     )
     return Risk("overflow", (entry.module,), text)
 
@@ -126,7 +126,7 @@ def _gradients(pair: _Pair) -> Risk | None:
     if not flushed:
         return None
     named = listed_names(flushed)
-    text = f"gradients of {named} flush to zero in {pair.dtype} at a loss scale of {pair.scale:g}: raise it"
+    text = f"gradients of {named} underflow to zero in {pair.dtype} at a loss scale of {pair.scale:g}: raise it"
     return Risk("gradient", flushed, text)
 
 

@@ -80,7 +80,7 @@ class Tolerance:
             if math.isinf(error):
                 return f"{what} not finite"
             if error > tolerance:
-                return f"{what} off by {percent(error)}, tolerance {percent(tolerance)}"
+                return f"{what} {percent(error)} from float32's (tolerance {percent(tolerance)})"
         return ""
 
     def smallest_scale(self, dtype: str, reference: Iterable[Reading]) -> float:
@@ -139,9 +139,10 @@ def with_joined_gradients(readings: Iterable[Reading]) -> list[Reading]:
     return list(joined.values())
 
 
-def by_count(dtype: str, roundings: int) -> Tolerance:
-    """Return the tolerance of so many roundings in a row, where their effect cannot be measured."""
-    limit = min(LARGEST_TOLERANCE, bound(dtype, roundings))
+def by_count(dtype: str, roundings: int, *noises: Distance) -> Tolerance:
+    """Return the tolerance of so many roundings in a row, where their effect cannot be measured, or of larger noise."""
+    limits = [bound(dtype, roundings), *(MARGIN * noise.loss for noise in noises)]
+    limit = min(LARGEST_TOLERANCE, max(limits))
     return Tolerance(limit, limit)
 
 
@@ -157,6 +158,8 @@ def rounding(dtype: str, seed: int) -> dict[str, str]:
 def by_rounding(dtype: str, *noises: Distance) -> Tolerance:
     """Return the tolerance that the noise of a script explains: how far runs by `rounding` are from one another.
 
+    So may be runs that were meant to be the same.
+
     What is `MARGIN` times as far off is more than rounding. What all of these runs are off by is no noise: rounding is
     the fault, such as that of a probability to 1. A value of a module may be anything where they do not agree at all;
     loss and gradients together may not.
@@ -167,7 +170,7 @@ def by_rounding(dtype: str, *noises: Distance) -> Tolerance:
 
     Args:
         dtype: The low precision.
-        noises: Distances of runs with neighbouring seeds.
+        noises: Distances of runs with neighbouring seeds, and of the same run from itself.
     """
     digits = 2.0 ** -FORMATS[dtype].bits
     finest = {"forward": digits, "backward": max(RESOLUTION, digits)}

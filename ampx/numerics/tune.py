@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Final, Generic, TypeVar, get_args
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from .probe import Reading, Replayed, Step, Watching
 from .timing import speed_in_words
 from .tolerance import RESOLUTION, Distance, Tolerance, by_count, by_rounding, percent, rounding, with_joined_gradients
 
-# A loss scale that is too large is divided by this before it is asked again: four halvings.
-BACKOFF: Final = 16.0
+# Beginnings of the order are tried that are so many times as long as the last.
+GROWTH: Final = 4
 # Below this a ratio of times is no difference.
 ALIKE: Final = 0.02
 DISABLED: Final = "nothing is left but to check gradients; true does so, at the cost of a small step's time"
@@ -165,10 +165,10 @@ def minimal(
     """Return a smallest set of names that passes, with few calls of `passes`.
 
     It is exact where every superset of a set that passes does so, too. Elsewhere it is a set that passes. Of `n` names
-    of which `k` are needed it calls `passes` at most `2 k log2(n) + 10` times.
+    of which `k` are returned it calls `passes` at most `2 k log2(n) + 2` times.
 
     Names that are needed are found one by one: that which completes the shortest beginning of `names` that passes is
-    one. The length is searched in steps that double, so that names in front, the likely ones, are found in few calls.
+    one. The length is searched in steps that grow, so that names in front, the likely ones, are found in few calls.
 
     Args:
         names: All names, the likeliest first.
@@ -188,7 +188,7 @@ def minimal(
         failing, passing = 0, len(candidates)  # lengths of beginnings
         length = 1
         while length < passing and not passes(needed | frozenset(candidates[:length])):
-            failing, length = length, 2 * length
+            failing, length = length, GROWTH * length
         passing = min(passing, length)
         while passing - failing > 1:
             middle = (failing + passing) // 2
@@ -388,7 +388,7 @@ def not_faster(policy: TunedPolicy, times: Mapping[str, Sequence[float]]) -> str
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     kept = f" with {', '.join(names[:3])}{more} in float32" if names else ""
     reason = f"{policy.dtype}{kept} agrees, and runs at {speed_in_words(best)} here"
-    return reason if speed <= 1 + ALIKE else f"{reason}, which is not beyond the spread; more repeats may decide"
+    return reason if speed <= 1 + ALIKE else f"{reason}, which is within the spread; more repeats may decide"
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -401,16 +401,27 @@ class Kept:
     modules: frozenset[str] = frozenset()
     operations: frozenset[str] = frozenset()
 
+    @property
+    def entries(self) -> frozenset[str]:
+        """Names of all."""
+        return self.modules | self.operations
+
     def without(self, name: str) -> Kept:
         """Return all of this but one entry."""
         return Kept(self.modules - {name}, self.operations - {name})
 
 
 NOTHING: Final = Kept()
+# A run without a module, one in float32 and one with the module, whose operations are read, and one that tries another.
+_LOOKS: Final = 4
 
 
 def most_runs(entries: int, modules: int) -> int:
-    """Return how many runs a search makes at most that keeps so many entries in float32, of so many modules."""
+    """Return how many runs a search makes at most that keeps so many entries in float32, of so many modules.
+
+    That is all of them but those that are timed. Where nothing is kept it is that of one entry, which was looked for.
+    """
+    entries = max(1, entries)
     return math.ceil(2 * entries * math.log2(max(2, modules)) + 10 + entries)
 
 
@@ -425,10 +436,12 @@ class Search(abc.ABC, Generic[Run]):
         device: Name of the device.
         dtype: The low precision.
         tolerance: How far a run may be from float32's.
+        asked: That, as the user passed it; None where it is what rounding explains.
+        measures: What is run.
         scale: The loss scale of runs in the dtype; it falls where gradients overflow.
         smallest_scale: What it falls to: with less, gradients would flush, which is tried once.
         runs: How many runs were made.
-        samples: Of so many runs most decide; more than one where float32 itself differs from run to run.
+        ended: All runs were made that so many entries may take, before all was tried that might be smaller.
         simulated: Values are rounded where modules take and return them, and operations compute in float32.
         for_inference: The output counts, and gradients do not.
         modules: Names of all modules, in order of execution.
@@ -444,10 +457,12 @@ class Search(abc.ABC, Generic[Run]):
     device: str
     dtype: str
     tolerance: Tolerance
+    asked: float | None = None
+    measures: ClassVar[str] = "script"
     scale: float = 1.0
     smallest_scale: float = 1.0
     runs: int = 0
-    samples: int = 1
+    ended: bool = False
     simulated: bool = False
     modules: tuple[str, ...] = ()
     order: Sequence[str] = ()
@@ -463,7 +478,8 @@ class Search(abc.ABC, Generic[Run]):
         self.hands_on: dict[str, str] = {}
         self.module_of: dict[str, str] = {}
         self._flushes = False  # a scale below the smallest was tried, and did not help
-        self._looks: dict[Kept | None, Seen] = {}
+        self._looks: dict[tuple[Kept | None, int], Seen] = {}
+        self.step_of: dict[Kept, int] = {}  # in which runs fail, where it is not the first
 
     @abc.abstractmethod
     def compute(self, kept: Kept) -> Run:
@@ -482,8 +498,8 @@ class Search(abc.ABC, Generic[Run]):
         """Return in words by what a run is too far from float32's; empty where it agrees."""
 
     @abc.abstractmethod
-    def look(self, kept: Kept | None) -> Seen:
-        """Compute the first step with this in float32, all of it for None, and read every operation in it."""
+    def look(self, kept: Kept | None, step: int) -> Seen:
+        """Compute a step with this in float32, all of it for None, and read every operation in it."""
 
     @abc.abstractmethod
     def smallest_operations(self) -> frozenset[str] | None:
@@ -500,7 +516,7 @@ class Search(abc.ABC, Generic[Run]):
     @property
     @abc.abstractmethod
     def beginning(self) -> Distance | None:
-        """How far the first run in the dtype is from float32's; None where it raised."""
+        """How far the first run in the dtype is from float32's; None where what raised or failed was not compared."""
 
     @abc.abstractmethod
     def hopeless(self, whole: bool) -> dict[str, Any]:
@@ -514,32 +530,34 @@ class Search(abc.ABC, Generic[Run]):
     def times(self, choices: Mapping[str, Kept | None], repeats: int) -> dict[str, list[float]]:
         """Return the times of each choice in rounds, for `fastest`; None keeps all in float32."""
 
+    def affords(self, entries: int, runs: int = 1) -> bool:
+        """Return whether so many more runs may be made for a result of so many entries: see `most_runs`."""
+        return self.runs + runs <= most_runs(entries, len(self.modules))
+
     def settled(self, kept: Kept) -> Run:
         """Run in the dtype with a loss scale that fits: before a module is blamed for skipped steps, the scale is.
 
         The scale stays as small as one run needed it. If it rose again, other runs would be skipped for its sake.
         """
-        run = self._lowered(kept, self.compute(kept), self.smallest_scale)
+        run = self.compute(kept)
+        if self.overflows(run) and self.scale > self.smallest_scale:
+            self.scale = self.smallest_scale
+            run = self.compute(kept)
         if self._flushes or not self.overflows(run) or self.scale == 1:
             return run
         # With less some gradients flush. That may do no harm: once it is tried.
-        scale, lower = self.scale, self._lowered(kept, run, 1.0)
-        self._flushes = bool(self.failure(lower))
+        scale, self.scale = self.scale, 1.0
+        unscaled = self.compute(kept)
+        self._flushes = bool(self.failure(unscaled))
         if self._flushes:
-            self.scale, lower = scale, run
-        return lower
-
-    def _lowered(self, kept: Kept, run: Run, least: float) -> Run:
-        while self.overflows(run) and self.scale > least:
-            self.scale = max(least, self.scale / BACKOFF)
-            run = self.compute(kept)
-        return run
+            self.scale = scale
+        return run if self._flushes else unscaled
 
     def judged(self, kept: Kept) -> str:
         """Return the failure of a run with this in float32, which is made once; empty where it agrees."""
         if kept not in self.failures:
             try:
-                self.failures[kept] = self._of_most(kept)
+                self.failures[kept] = self.failure(self.settled(kept))
             except UnsupportedOpError as error:
                 self.failures[kept] = str(error)
             self.note(kept)
@@ -548,33 +566,48 @@ class Search(abc.ABC, Generic[Run]):
     def note(self, kept: Kept) -> None:
         """Keep a verdict for a search that goes on after an interruption; the default keeps none."""
 
-    def _of_most(self, kept: Kept) -> str:
-        """Return what most of the runs of a noisy script say, which agree or fail."""
-        verdicts: dict[bool, list[str]] = {True: [], False: []}
-        while True:
-            failure = self.failure(self.settled(kept))
-            verdicts[not failure].append(failure)
-            if 2 * len(verdicts[not failure]) > self.samples:
-                return failure
+    def passes(self, kept: Kept, entries: int | None = None, reserve: int = 0) -> bool:
+        """Return whether a run with this in float32 agrees with float32; False for what no run can keep.
 
-    def passes(self, kept: Kept) -> bool:
-        """Return whether a run with this in float32 agrees with float32; False for what no run can keep."""
+        Args:
+            kept: What to keep.
+            entries: False, too, where a result of so many entries may take no more runs; None for any number.
+            reserve: How many runs are to be left then.
+        """
+        if entries is not None and kept not in self.failures and not self.affords(entries, 1 + reserve):
+            self.ended = True
+            return False
         return not self.judged(kept)
 
-    def seen(self, kept: Kept | None) -> Seen:
-        """Return the first step with this in float32, all of it for None; it is computed once."""
-        if kept not in self._looks:
-            self._looks[kept] = self.look(kept)
-        return self._looks[kept]
+    def does_without(self, fewer: Kept) -> bool:
+        """Return whether a result may be one that has an entry less than another: it passes, and in time.
+
+        So it does by chance only, where the other was found to be smallest; without it that is shown to be needed.
+        """
+        passes = self.passes(fewer, len(fewer.entries) + 1)
+        in_time = self.affords(len(fewer.entries), 0)
+        self.ended |= passes and not in_time
+        return passes and in_time
+
+    def seen(self, kept: Kept | None, step: int = 1) -> Seen:
+        """Return a step with this in float32, all of it for None; it is computed once."""
+        if (kept, step) not in self._looks:
+            self._looks[kept, step] = self.look(kept, step)
+        return self._looks[kept, step]
+
+    def failing(self, kept: Kept) -> Seen:
+        """Return the step in which a run with this in float32 fails."""
+        return self.seen(kept, self.step_of.get(kept, 1))
 
     def fault(self, kept: Kept) -> Fault | None:
-        """Return what fails in the first step with this in float32, as `diagnose` finds it; None for nothing."""
-        return find_fault(self.seen(kept), self.seen(None), self.dtype, self.scale)
+        """Return what fails with this in float32, as `diagnose` finds it in the step that fails; None for nothing."""
+        wide = self.seen(None, self.step_of.get(kept, 1))
+        return find_fault(self.failing(kept), wide, self.dtype, self.scale)
 
     def reason(self, name: str, measured: str) -> str:
         """Return why something is kept: what was measured of it, what happens without it, and what it is for."""
         without, hands_on = self.without.get(name), self.hands_on.get(name)
-        parts = [measured, without and f"without it {without}", hands_on and f"it only hands float32 on to {hands_on}"]
+        parts = [measured, without and f"without this entry {without}", hands_on and f"it is kept for {hands_on}"]
         return "; ".join(filter(None, parts))
 
     def reason_of_operation(self, operation: str) -> str:
@@ -582,6 +615,11 @@ class Search(abc.ABC, Generic[Run]):
         module = self.module_of.get(operation, "")
         where = f"in module {module!r}" if module.rpartition(":")[2] else "outside of modules"
         return self.reason(operation, f"fails in {self.dtype}, {where}")
+
+    def limit(self, numbers: str) -> str:
+        """Return in words how far a run may be from float32's: by these numbers."""
+        limit = f"the rounding noise of this {self.measures}" if self.asked is None else "the tolerance"
+        return f"{limit} ({numbers})"
 
     def policy(self, **fields: Any) -> TunedPolicy:
         """Return a policy with these fields, and those of the search."""
@@ -615,7 +653,7 @@ def needed(search: Search[Any], candidates: Sequence[str]) -> Kept | None:
         search: The measurements.
         candidates: Names of modules, the likeliest first.
     """
-    modules = minimal(candidates, functools.partial(_passes_with, search, frozenset()))
+    modules = minimal(candidates, lambda names: search.passes(Kept(names)))
     if modules is None:
         return None
     untried = [name for name in search.order if name in modules and name]
@@ -623,45 +661,49 @@ def needed(search: Search[Any], candidates: Sequence[str]) -> Kept | None:
         name = untried.pop()
         rest = modules - {name}
         parts = [other for other in search.order if inside(other, name)]
-        smaller = minimal(parts, functools.partial(_passes_with, search, rest), most=1)
+        smaller = minimal(parts, functools.partial(_passes_with, search, rest, len(untried)), most=1)
         if smaller is None:
-            search.without[name] = search.judged(Kept(rest))
+            search.without[name] = search.failures.get(Kept(rest), "")
         else:
             modules = rest | smaller
             untried += [part for part in parts if part in smaller]
     return Kept(modules)
 
 
-def _passes_with(search: Search[Any], rest: frozenset[str], names: frozenset[str]) -> bool:
-    return search.passes(Kept(rest | names))
+def _passes_with(search: Search[Any], rest: frozenset[str], untried: int, names: frozenset[str]) -> bool:
+    """Return whether names do with the rest, or the rest alone; what is untried is to be left out once, too."""
+    kept = Kept(rest | names)
+    return search.passes(kept, len(rest) + 1, untried) if names else search.does_without(kept)
 
 
 def each_needed(search: Search[Any], kept: Kept) -> Kept:
     """Leave out each entry once, and for good where the others do without it."""
-    for name in sorted(kept.modules | kept.operations):
-        search.without[name] = search.judged(kept.without(name))
-        kept = kept if search.without[name] else kept.without(name)
+    for name in sorted(kept.entries):
+        fewer = kept.without(name)
+        if search.does_without(fewer):
+            kept = fewer
+        else:
+            search.without[name] = search.failures.get(fewer, "")
     return kept
 
 
 def at_fault(search: Search[Any], kept: Kept) -> Kept:
     """Put what fails in the place of modules that only hand float32 on to it.
 
-    Without such a module a value behind it fails in low precision, and with it float32 computes that value. What
-    computes it is tried instead: its module, or where that has no name its operation. Where that does not do, the
-    module stays, and its reason says what it is for.
+    Without such a module a value behind it fails in low precision, and with it float32 computes that value. Then the
+    module that computes the value is tried instead: a user looks there, and a part of it may be replaced or retrained.
+    Where that has no name, holds all others or does not do, the operation is tried, which is kept wherever it is.
+    Where that does not do, either, the module stays, and its reason says what it is for.
     """
     for name in [] if search.simulated else sorted(kept.modules):
-        fault = _behind(search, kept, name) if name in kept.modules else None
-        if fault is None or fault.place is None:
+        if name not in kept.modules:
             continue
-        place = fault.place
-        instead = _with_place(search, kept, name, place)
-        if instead is not None and search.passes(instead):
-            kept = each_needed(search, instead)
-            search.module_of[place.operation] = place.module
-        elif not fault.cancels and fault.kind not in ("flush", "digits"):  # which the module may have rounded away
-            search.hands_on[name] = f"what fails behind it, in the {Place.of(place)}"
+        if not search.affords(len(kept.entries), _LOOKS):
+            search.ended = True
+            break
+        fault = _behind(search, kept, name)
+        if fault is not None and fault.place is not None:
+            kept = _replaced(search, kept, name, fault, fault.place)
     return kept
 
 
@@ -674,25 +716,41 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
     place = None if fault is None else fault.place
     if fault is None or place is None or not is_low(place) or name == place.module or inside(place.module, name):
         return None
-    exact = {key_of(entry): entry for entry in search.seen(None).readings}
-    before = enumerate(fault.readings[: fault.position])
-    own = ((at, entry) for at, entry in before if entry.module == name and not entry.operation)
-    if any(error_of(entry, exact.get(key_of(entry))) > bound(search.dtype, at) for at, entry in own):
+    step = search.step_of.get(kept.without(name), 1)
+    if _is_wrong_before(search, fault, name, step):
         return None
-    now = next((entry for entry in search.seen(kept).readings if key_of(entry) == key_of(place)), place)
+    with_it = search.seen(kept, step).readings
+    now = next((entry for entry in with_it if key_of(entry) == key_of(place)), place)
     return None if is_low(now) else fault
 
 
-def _with_place(search: Search[Any], kept: Kept, name: str, place: Reading) -> Kept | None:
-    """Return what keeps a place in float32 instead of a module; None where that has no name.
+def _is_wrong_before(search: Search[Any], fault: Fault, name: str, step: int) -> bool:
+    """Return whether a module has returned something wrong before the place of a fault in a step."""
+    exact = {key_of(entry): entry for entry in search.seen(None, step).readings}
+    before = enumerate(fault.readings[: fault.position])
+    own = ((at, entry) for at, entry in before if entry.module == name and not entry.operation)
+    return any(error_of(entry, exact.get(key_of(entry))) > bound(search.dtype, at) for at, entry in own)
 
-    Of a place in a model as a whole, in a module around this one, or outside of all, the operation is named.
-    """
-    rest, is_whole = kept.without(name), not place.module.rpartition(":")[2]
-    if is_whole or inside(name, place.module):
-        forward = place.operation and place.direction == "forward"
-        return replace(rest, operations=rest.operations | {place.operation}) if forward else None
-    return replace(rest, modules=rest.modules | {place.module}) if place.module in search.modules else None
+
+def _replaced(search: Search[Any], kept: Kept, name: str, fault: Fault, place: Reading) -> Kept:
+    """Return what is kept with the place of a fault instead of a module, where that agrees; else the same."""
+    for instead in _with_place(search, kept.without(name), place):
+        if search.passes(instead, len(kept.entries)):
+            search.module_of[place.operation] = place.module
+            return each_needed(search, instead)
+    if not fault.cancels and fault.kind not in ("flush", "digits"):  # which the module may have rounded away
+        search.hands_on[name] = f"{Place.of(place)}, which fails after it"
+    return kept
+
+
+def _with_place(search: Search[Any], rest: Kept, place: Reading) -> Iterator[Kept]:
+    """Yield what keeps a place in float32, beside the rest: its module, then its operation."""
+    module = place.module
+    if module in search.modules and any(other != module and not inside(other, module) for other in search.modules):
+        others = {other for other in rest.modules if not inside(other, module)}
+        yield replace(rest, modules=frozenset({*others, module}))
+    if place.operation and place.direction == "forward":
+        yield replace(rest, operations=rest.operations | {place.operation})
 
 
 def searched(search: Search[Any], repeats: int) -> TunedPolicy:
@@ -702,29 +760,53 @@ def searched(search: Search[Any], repeats: int) -> TunedPolicy:
         search: The measurements.
         repeats: Rounds in which speed is measured; 0 measures none.
     """
-    outside = not search.passes(NOTHING) and fails_outside(search.tolerance, search.beginning)
-    kept = None if outside else needed(search, search.order)
-    whole = kept is not None and "" in kept.modules  # which is float32, but for what stands outside of the model
-    if kept is None or whole:
-        operations = search.smallest_operations()
-        if operations is not None:
-            kept = each_needed(search, Kept(operations=operations))
-        else:  # what the last module returns is float32 then; that of others would hide what fails
-            kept = needed(search, search.order[:1]) if outside else None
-        if kept is None:
-            return search.policy(**search.hopeless(whole))
+    kept, whole = _smallest(search)
+    if kept is None:
+        return _as_far(search, NOTHING, search.policy(**search.hopeless(whole)))
     kept = at_fault(search, kept)
-    instead = search.failing_operations(kept.modules)
     policy = search.policy(
         dtype=search.dtype,
         level="O1",
         loss_scale="dynamic" if scaled(search.dtype) and not search.for_inference else 1.0,
         **search.policy_fields(kept),
-        operations=instead if instead and search.passes(Kept(operations=frozenset(instead))) else (),
+        operations=_instead(search, kept),
     )
+    policy = _as_far(search, kept, policy)
     if repeats:
         policy = _for_speed(search, policy, kept, repeats)
     return replace(policy, replays=search.runs)
+
+
+def _as_far(search: Search[Any], kept: Kept, policy: TunedPolicy) -> TunedPolicy:
+    """Return the policy, with a word about a search that ended before all was tried."""
+    if not search.ended:
+        return policy
+    ended = f"{policy.reasons['dtype']}; the search ended after {search.runs} runs, before all was tried that may do"
+    if kept != NOTHING:
+        ended += " with less in float32, or with what is at fault alone"
+    return replace(policy, reasons={**policy.reasons, "dtype": ended})
+
+
+def _smallest(search: Search[Any]) -> tuple[Kept | None, bool]:
+    """Return a smallest set whose run agrees with float32's, None for none; and whether the model as a whole does."""
+    outside = not search.passes(NOTHING) and fails_outside(search.tolerance, search.beginning)
+    kept = None if outside else needed(search, search.order)
+    whole = kept is not None and "" in kept.modules  # which is float32, but for what stands outside of the model
+    if kept is not None and not whole:
+        return kept, False
+    operations = search.smallest_operations()
+    if operations is not None:
+        return each_needed(search, Kept(operations=operations)), whole
+    # What the last module returns is float32 then; that of others would hide what fails.
+    return needed(search, search.order[:1]) if outside else None, whole
+
+
+def _instead(search: Search[Any], kept: Kept) -> tuple[str, ...]:
+    """Return operations that do instead of modules, wherever they are; none where that takes too many runs."""
+    if not search.affords(len(kept.entries), 2):
+        return ()
+    names = search.failing_operations(kept.modules)
+    return names if names and search.passes(Kept(operations=frozenset(names)), len(kept.entries)) else ()
 
 
 def _for_speed(search: Search[Any], policy: TunedPolicy, kept: Kept, repeats: int) -> TunedPolicy:
@@ -769,6 +851,8 @@ class _Replay:
 class _BatchSearch(Search[_Replay]):
     """One batch, computed again and again."""
 
+    measures = "batch"
+
     def __init__(
         self,
         batch: Batch,
@@ -786,7 +870,7 @@ class _BatchSearch(Search[_Replay]):
         self.reference = self.run(FLOAT32, self.watching)
         super().__init__(for_inference, self.reference.readings)
         self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
-        self.tolerance = self._explained().at(tolerance)
+        self.asked, self.tolerance = tolerance, self._explained().at(tolerance)
         self.smallest_scale = min(self.scale, self.tolerance.smallest_scale(casting.dtype, self.reference.readings))
         self.lowers = True  # something besides what fails is computed in the dtype
 
@@ -866,7 +950,7 @@ class _BatchSearch(Search[_Replay]):
         outputs = [entry for entry in comparison.modules if entry.module == self.output]
         return Distance(comparison.loss_error, values=[entry for entry in outputs if entry.direction == "forward"])
 
-    def look(self, kept: Kept | None) -> Seen:
+    def look(self, kept: Kept | None, step: int) -> Seen:
         watching = Watching(self.dtype, operations=True, samples=SAMPLES)
         return self.tried(FLOAT32 if kept is None else self.casting_of(kept), watching).seen
 
@@ -886,16 +970,16 @@ class _BatchSearch(Search[_Replay]):
     def smallest_operations(self) -> frozenset[str] | None:
         if not self.takes_operations:
             return None
-        read = sorted(self.seen(NOTHING).readings, key=lambda entry: -entry.value.nonfinite)
+        read = sorted(self.failing(NOTHING).readings, key=lambda entry: -entry.value.nonfinite)
         names = filter(self.can_deny, dict.fromkeys(entry.operation for entry in read if entry.operation))
-        needed = minimal(list(names), lambda names: bool(names) and self.passes(Kept(operations=names)))
+        needed = minimal(list(names), lambda names: bool(names) and self.passes(Kept(operations=names), 1))
         if needed is not None:
             low = (entry for entry in self.seen(Kept(operations=needed)).readings if entry.dtype == self.dtype)
             self.lowers = any(family(entry.operation) != "cast" for entry in low)
         return needed if self.lowers else None
 
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
-        return failing(self.seen(NOTHING).readings) if modules and self.takes_operations else ()
+        return failing(self.failing(NOTHING).readings) if modules and self.takes_operations else ()
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         errors = (*worst_errors(self.errors, "backward"), *worst_errors(self.errors, "forward"))
@@ -904,7 +988,7 @@ class _BatchSearch(Search[_Replay]):
         denied = [Choice(entry_of(name), self.reason(name, measured)) for name, measured in kinds.items()]
         denied += [Choice(name, self.reason_of_operation(name)) for name in sorted(kept.operations)]
         reasons = {
-            "dtype": f"loss and {self._within()} of float32's{self._simulated()}",
+            "dtype": f"loss and {self._agree()}{self._simulated()}",
             "level": "casting by the framework's op lists; the parameters stay in float32",
             "loss_scale": f"the largest scale whose gradients fit is at least {self.scale:g} on this batch"
             if scaled(self.dtype)
@@ -913,9 +997,10 @@ class _BatchSearch(Search[_Replay]):
         asked, allowed = (tuple(Choice(str(entry), "asked for") for entry in entries) for entries in self.lists)
         return {"deny": (*asked, *denied), "allow": allowed, "reasons": reasons}
 
-    def _within(self) -> str:
+    def _agree(self) -> str:
         loss, gradients = percent(self.tolerance.loss), percent(self.tolerance.gradients)
-        return f"output are within {loss}" if self.for_inference else f"gradients are within {loss} and {gradients}"
+        limit = self.limit(loss if self.for_inference else f"{loss} and {gradients}")
+        return f"{'output' if self.for_inference else 'gradients'} agree with float32's within {limit}"
 
     def _simulated(self) -> str:
         device = self.batch.device
@@ -926,12 +1011,14 @@ class _BatchSearch(Search[_Replay]):
         if error is None:
             return f"it shows no error of its own in {self.dtype}"
         if math.isinf(error.error):
-            return f"not finite in {self.dtype}"
+            return f"its output is not finite in {self.dtype}"
         return f"its output is off by {percent(error.error)} in {self.dtype}"
 
     def hopeless(self, whole: bool) -> dict[str, Any]:
         kind = "nothing less than the whole model" if whole or not self.lowers else "nothing that can be kept"
-        reason = f"{kind} in float32 brings the result within {percent(self.tolerance.loss)} of float32's"
+        reason = (
+            f"{kind} in float32 makes the result agree with float32's within {self.limit(percent(self.tolerance.loss))}"
+        )
         return in_float32(reason, agrees=not self.is_what_if)
 
     def slow(self, kept: Kept, repeats: int) -> dict[str, tuple[float, float]]:
@@ -970,7 +1057,7 @@ def tune(
     One batch is computed again and again, with other modules in float32 each time: first so that loss and gradients
     agree with float32's and all is finite, then so that no time is lost. Nothing is stepped. Of `n` modules of which
     `k` must stay in float32 the search takes at most `2 k log2(n) + 10 + k` replays; in the last `k` each module is
-    left out once, and its `reason` says what happens then. A few more look at operations: what fails behind a module
+    left out once, and its `reason` says what happens then. Some of them look at operations: what fails behind a module
     that only hands float32 on to it is kept in its place. A replay that raises has failed like any other.
 
     Args:

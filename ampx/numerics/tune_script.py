@@ -70,8 +70,6 @@ SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
 # Steps whose values are compared. What is off in one of them only may have crossed a threshold, such as ReLU's.
 _DECIDING: Final = (1, 2)
-# Of a script whose runs in float32 differ, each run in low precision is made so often, and the most decide.
-_SAMPLED: Final = 3
 _CLEARLY: Final = 1.25  # times as long as the fastest
 _SIMULATED: Final = (
     "Simulated: numbers are rounded where modules take and return them, and not between the operations inside, which "
@@ -210,9 +208,9 @@ class _ScriptSearch(Search[Outcome]):
         """Raise where the script itself casts to what cannot hold it: no choice of modules reaches that.
 
         Raises:
-            TrialError: A value is not finite, or updates of weights are lost, in float32 as well.
+            TrialError: A value is not finite, or updates are lost, in float32 as well.
         """
-        lost = lost_updates(self.reference)
+        lost = [*lost_updates(self.reference), *self.reference.mistakes]  # of weights, and of what else it stores so
         if lost:
             self._fails_in_float32(lost[0].partition(". ")[0])
         if cast_by_hand(self.reference.readings[1]) is None or self.simulated:
@@ -228,13 +226,13 @@ class _ScriptSearch(Search[Outcome]):
             f"script that trains in float32. `ampx diagnose` says where it fails."
         )
 
-    def look(self, kept: Kept | None) -> Seen:
+    def look(self, kept: Kept | None, step: int) -> Seen:
         watching = replace(self.watching, operations=True, times=False)
-        trial = self.wide if kept is None else self.low(kept, watched=(1,))
-        run = self.run(replace(trial, watched=(1,), steps=1, watching=watching))
-        loss = run.losses[0] if run.losses else math.nan
-        readings = of_the_step(run.readings.get(1, ()))
-        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, bool(run.skipped))
+        trial = self.wide if kept is None else self.low(kept, watched=(step,))
+        run = self.run(replace(trial, watched=(step,), steps=step, watching=watching))
+        loss = run.losses[-1] if run.losses else math.nan
+        readings = of_the_step(run.readings.get(step, ()))
+        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, step in run.skipped)
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
         """Return what the operations of the first step compute in float32."""
@@ -249,6 +247,8 @@ class _ScriptSearch(Search[Outcome]):
         self.dtype = dtype
         self.scale = self._fitting() if scaled(dtype) else 1.0
         self.rounded: list[Outcome] = []
+        self.asked = tolerance
+        self.repeated: list[Distance] = []  # of runs in float32 from one another, where they differ
         self.tolerance = self._explained(seeds=2).at(tolerance)
         deciding = (self.tolerance.smallest_scale(dtype, self.reference.readings.get(step, ())) for step in _DECIDING)
         self.smallest_scale = min(self.scale, max(deciding))
@@ -258,8 +258,7 @@ class _ScriptSearch(Search[Outcome]):
             # Before anything is blamed, noise is sampled once more: it may be a jump, which one pair of runs misses.
             self.tolerance = self._explained(seeds=3).at(tolerance)
         self.failures.update(self._known(tolerance))
-        if self.samples == 1:
-            self.failures[NOTHING] = self.failure(self.first)
+        self.failures[NOTHING] = self.failure(self.first)
         self.errors = {step: step_errors(self.reference, self.first, step, dtype) for step in self.watched}
         self.order = self._order()
         self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
@@ -308,11 +307,12 @@ class _ScriptSearch(Search[Outcome]):
                 self.rounded.append(self.run(replace(self.wide, forced=rounding(self.dtype, seed), may_raise=True)))
             if not any(run.raised for run in self.rounded):
                 pairs = itertools.pairwise(self.rounded)
-                return by_rounding(self.dtype, *(self.distance(second, first) for first, second in pairs))
-        return by_count(self.dtype, len(self.reference.readings[1]))
+                apart = [self.distance(second, first) for first, second in pairs]
+                return by_rounding(self.dtype, *apart, *self.repeated)
+        return by_count(self.dtype, len(self.reference.readings[1]), *self.repeated)
 
     def _repeat_float32(self) -> None:
-        """Run in float32 again: by what differs from run to run, precision is not to be blamed.
+        """Run in float32 again: what differs from run to run is noise, for which precision is not to be blamed.
 
         Raises:
             TrialError: Losses differ by more than rounding explains.
@@ -324,7 +324,7 @@ class _ScriptSearch(Search[Outcome]):
         if own.loss > self.tolerance.loss:
             raise TrialError(not_repeatable(self.trial.program))
         if own.loss or own.gradients:
-            self.samples = _SAMPLED
+            self.repeated.append(own)
 
     def _order(self) -> list[str]:
         """Return modules, the likeliest to be needed in float32 first: what may have raised, where something did."""
@@ -348,15 +348,25 @@ class _ScriptSearch(Search[Outcome]):
 
     def compute(self, kept: Kept) -> Outcome:
         if kept == NOTHING:
-            return self.run(self.low(watched=self.watched, watching=self.watching))
+            return self._noted(kept, self.run(self.low(watched=self.watched, watching=self.watching)))
         only = (glob.escape(self.output),) if self.for_inference and self.output else ()
         watching = replace(self.watching, modules=only, times=False)
         try:
-            return self.run(self.low(kept, watched=_DECIDING, watching=watching))
+            return self._noted(kept, self.run(self.low(kept, watched=_DECIDING, watching=watching)))
         except TrialError as error:
             if kept.modules:
                 raise
             raise UnsupportedOpError(str(error)) from error
+
+    def _noted(self, kept: Kept, run: Outcome) -> Outcome:
+        """Note in which step a run fails: the first that is skipped, raises, or has a loss that is not finite.
+
+        What is only off is looked at in the first step: later the weights are others.
+        """
+        broken = [step for step, loss in enumerate(run.losses, 1) if not _is_finite(loss)]
+        raised = [] if run.raised is None else [len(run.losses) + 1]
+        self.step_of[kept] = min([*run.skipped, *broken, *raised], default=1)
+        return run
 
     def overflows(self, run: Outcome) -> bool:
         finite = all(map(_is_finite, run.losses)) and not any(
@@ -396,12 +406,13 @@ class _ScriptSearch(Search[Outcome]):
 
     @property
     def beginning(self) -> Distance | None:
-        return None if self.first.raised else self.distance(self.first)
+        compared = self.step_of.get(NOTHING, 1) <= _DECIDING[-1]  # the step that fails, as far as modules return
+        return self.distance(self.first) if compared and not self.first.raised else None
 
     def failing_operations(self, modules: frozenset[str]) -> tuple[str, ...]:
         # That takes two runs: only where a module's values are not finite.
         broken = any(math.isinf(error) for name in modules for error in self.worst.get(name, {}).values())
-        return failing(self.seen(NOTHING).readings) if broken and not self.simulated else ()
+        return failing(self.failing(NOTHING).readings) if broken and not self.simulated else ()
 
     def smallest_operations(self) -> frozenset[str] | None:
         if self.simulated:
@@ -409,13 +420,13 @@ class _ScriptSearch(Search[Outcome]):
         names: dict[str, None] = {}
         for name in self._likely_operations():
             names[name] = None
-            if self.passes(Kept(operations=frozenset({name}))):
+            if self.passes(Kept(operations=frozenset({name})), 1):
                 return frozenset({name})
-        return minimal([*names], lambda names: bool(names) and self.passes(Kept(operations=names)))
+        return minimal([*names], lambda names: bool(names) and self.passes(Kept(operations=names), 1))
 
     def _likely_operations(self) -> Iterator[str]:
         """Walk over the operations that may be at fault, at last that which loses digits: it takes a run in float32."""
-        readings = self.seen(NOTHING).readings
+        readings = self.failing(NOTHING).readings
         yield from failing(readings)
         yield from _before_failing(readings)
         fault = self.fault(NOTHING)
@@ -428,19 +439,21 @@ class _ScriptSearch(Search[Outcome]):
         denied = [Choice(f"{MODULE}{pattern}", self._reason(pattern, kept.modules)) for pattern in patterns]
         denied += [Choice(name, self.reason_of_operation(name)) for name in sorted(kept.operations)]
         reasons = {
-            "dtype": f"{self._within()} of float32's{', simulated' if self.simulated else ''}",
+            "dtype": f"{self._agree()}{', simulated' if self.simulated else ''}",
             "loss_scale": f"gradients of these steps fit with {self.scale:g}"
             if scaled(self.dtype)
             else f"{self.dtype} has the exponents of float32",
         }
         return {"deny": tuple(denied), "reasons": reasons}
 
-    def _within(self) -> str:
-        loss, gradients = percent(self.tolerance.loss), percent(self.tolerance.gradients)
+    def _agree(self) -> str:
         if self.for_inference:
-            return f"the output is within {percent(self._of_output())}"
-        losses = f"losses of {self.trial.steps} steps are within {loss}"
-        return losses if self.unnamed else f"{losses} and the first gradients within {gradients}"
+            return f"the output agrees with float32's within {self.limit(percent(self._of_output()))}"
+        losses, loss = f"losses of {self.trial.steps} steps", percent(self.tolerance.loss)
+        if self.unnamed:
+            return f"{losses} agree with float32's within {self.limit(loss)}"
+        numbers = f"{loss} and {percent(self.tolerance.gradients)}"
+        return f"{losses} and the first gradients agree with float32's within {self.limit(numbers)}"
 
     def _of_output(self) -> float:
         """Return the tolerance of the output, for inference."""
@@ -449,7 +462,7 @@ class _ScriptSearch(Search[Outcome]):
     def _reason(self, pattern: str, kept: Iterable[str]) -> str:
         """Return why a module is kept."""
         name = next((name for name in kept if glob.escape(name) == pattern), None)
-        return "and all inside" if name is None else self.reason(name, self._measured(name))
+        return "all modules inside it" if name is None else self.reason(name, self._measured(name))
 
     def _measured(self, name: str) -> str:
         """Return a module's error in the first step that was watched, and in a later one where it is larger."""
@@ -458,8 +471,8 @@ class _ScriptSearch(Search[Outcome]):
             return f"not reached in {self.dtype}"
         broken = next((step for step, error in errors.items() if math.isinf(error)), None)
         if broken is not None:
-            of_gradient = "" if name in self.broken_outputs else "its gradient is "
-            return f"{of_gradient}not finite in {self.dtype} in step {broken}"
+            value = "output" if name in self.broken_outputs else "gradient"
+            return f"its {value} is not finite in {self.dtype} in step {broken}"
         first = errors.get(1, 0.0)
         last = max(errors, key=lambda step: errors[step], default=1)
         later = f", {errors[last]:.2g} in step {last}" if last > 1 and errors[last] > 2 * first else ""
@@ -467,13 +480,13 @@ class _ScriptSearch(Search[Outcome]):
 
     def hopeless(self, whole: bool) -> dict[str, Any]:
         what, tolerance = (
-            ("the output is", self._of_output()) if self.for_inference else ("losses are", self.tolerance.loss)
+            ("the output differs", self._of_output()) if self.for_inference else ("losses differ", self.tolerance.loss)
         )
-        reason = f"in {self.dtype} {what} not within {percent(tolerance)} of float32's"
+        reason = f"in {self.dtype} {what} from float32's by more than {self.limit(percent(tolerance))}"
         if self.unnamed:
             why = _nothing_watched(self.trial, self.reference)
             raise TrialError(f"{reason}, and no list of operations cures that: {why}")
-        which = " but with the whole model in float32" if whole else ", and no module that was tried in it cures that"
+        which = " unless the whole model is in float32" if whole else ", whichever modules were tried in float32"
         fault = None if self.simulated else self.fault(NOTHING)
         first = "" if fault is None else f"; {fault.why}"
         return in_float32(f"{reason}{which}{first}", agrees=False)
@@ -631,7 +644,7 @@ def tune_script(
     notes = Journal(journal, digest_of(checkpoint))
     search = _ScriptSearch(trial, dtype, for_inference, what_if is not None, timed, run, progress, notes)
     if dtype == "auto":
-        dtype, why = _chosen(run(replace(trial, steps=1)))
+        dtype, why = _chosen(search.run(replace(trial, steps=1)))
     search.begin(dtype, tolerance)
     if dtype == FLOAT32.dtype:
         why = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
@@ -657,11 +670,11 @@ def _remarks(search: _ScriptSearch, policy: TunedPolicy, exclusions: Sequence[Ma
     if exclusions:
         notes.append(_for_tensorrt(policy, exclusions))
         notes.append(_EXPORTED if policy.framework == "torch" else _EXPORTED_ELSEWHERE.format(policy.framework))
-    if search.samples > 1:
-        notes.append(
-            f"Losses of {search.trial.program.name} differ from run to run in float32: each choice was run until "
-            f"{search.samples // 2 + 1} runs said the same of it."
-        )
+    notes += [
+        f"Losses of {search.trial.program.name} differ from run to run in float32, by {percent(noise.loss)}, and its "
+        f"first gradients by {percent(noise.gradients)}: eight times that is within the tolerance."
+        for noise in search.repeated
+    ]
     if search.unnamed:
         notes.append(
             f"No part of {search.trial.program.name} has a name: losses alone were compared, and no part was tried in "

@@ -6,6 +6,7 @@ A backend says in a table what its `Tensors` are; `Watcher` reads what its modul
 from __future__ import annotations
 
 import abc
+import itertools
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ class Entry:
 
     Attributes:
         sampled: Of each tensor of the value, the elements that belong to its sample; () where none are asked for.
+        behind: Of a gradient, the number of the value that it belongs to, in order of execution, from 1.
         value: Every tensor, reduced.
         inputs: Every tensor that was received, reduced.
         samples: Elements of the tensors, on the device, by their places in the value.
@@ -45,8 +47,8 @@ class Entry:
     kind: str
     operation: str
     direction: Direction
-    call: int
     sampled: tuple[slice, ...] = ()
+    behind: int = 0
     value: list[Reduced] = field(default_factory=list)
     inputs: list[Reduced] = field(default_factory=list)
     samples: dict[int, Any] = field(default_factory=dict)
@@ -75,8 +77,8 @@ class Log:
         self._read = read
         self._elements = elements
         self._entries: list[Entry] = []
-        self._calls: Counter[tuple[str, str, Direction]] = Counter()
         self._lock = threading.Lock()
+        self.numbers = itertools.count(1)  # of values whose gradients are read
 
     def add(self, module: str, kind: str, operation: str, direction: Direction, sizes: Sequence[int] = ()) -> Entry:
         """Note the next call in a direction, and return where its values belong.
@@ -90,25 +92,39 @@ class Log:
         """
         samples = self.watching.samples
         sampled = sample_slices(sizes, samples) if samples else ()
+        entry = Entry(module, kind, operation, direction, sampled)
         with self._lock:
-            key = module, operation, direction
-            entry = Entry(module, kind, operation, direction, self._calls[key], sampled)
-            self._calls[key] += 1
             self._entries.append(entry)
         return entry
+
+    def sort(self) -> None:
+        """Put gradients that came one behind the other into the reverse of the order in which values were computed."""
+        runs = itertools.groupby(self._entries, key=lambda entry: entry.behind > 0)
+        self._entries = [entry for _, run in runs for entry in sorted(run, key=lambda entry: -entry.behind)]
 
     def readings(self) -> list[Reading]:
         """Return what was seen so far. Sync: one a device."""
         entries = [entry for entry in self._entries if entry.dtype]
         stats = iter(read_stats([part for entry in entries for part in (entry.value, entry.inputs)], self._read))
         samples = iter(self._samples(entries))
+        calls = self._calls()
         return [
             Reading(
-                *(entry.module, entry.kind, entry.operation, entry.direction, entry.call, entry.dtype),
+                *(entry.module, entry.kind, entry.operation, entry.direction, calls[entry], entry.dtype),
                 *(next(stats), next(stats), next(samples), entry.seconds, entry.place),
             )
             for entry in entries
         ]
+
+    def _calls(self) -> dict[Entry, int]:
+        """Return which call of its module or operation, in its direction, each entry is."""
+        counts: Counter[tuple[str, str, Direction]] = Counter()
+        calls = {}
+        for entry in self._entries:
+            key = entry.module, entry.operation, entry.direction
+            calls[entry] = counts[key]
+            counts[key] += 1
+        return calls
 
     def _samples(self, entries: Sequence[Entry]) -> list[Array | None]:
         if not self.watching.samples:
@@ -126,6 +142,7 @@ class GradientLog:
     def __init__(self, log: Log, module: str, kind: str, operation: str = "", sizes: Sequence[int] = ()) -> None:
         """Start empty; for the arguments see `Log.add`."""
         self._add = partial(log.add, module, kind, operation, "backward", sizes)
+        self._number = next(log.numbers)
         self._entry: Entry | None = None
         self._places: set[int] = set()
         self._lock = threading.Lock()
@@ -135,6 +152,7 @@ class GradientLog:
         with self._lock:
             if self._entry is None or place in self._places:
                 self._entry, self._places = self._add(), set()
+                self._entry.behind = self._number
             self._places.add(place)
             return self._entry
 

@@ -134,12 +134,16 @@ class _Watcher(Watcher):
     wait = staticmethod(mx.nd.waitall)
 
     def readings(self) -> list[Reading]:
-        mx.nd.waitall()  # the backward pass runs in threads of MXNet
+        # The backward pass runs in threads of MXNet, and branches of it side by side.
+        mx.nd.waitall()
+        self.log.sort()
         return super().readings()
 
     def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if is_traced(inputs):
             return forward(*inputs, **options)
+        if self.where == ("", ""):
+            mx.nd.waitall()  # gradients of a backward that still runs are noted before
         return super().call(module, forward, inputs, options)
 
     def tapped(

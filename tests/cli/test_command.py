@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import ampx
-from ampx.cli import app
+from ampx.cli import app, compare_command
 from ampx.cli.terminal import Terminal, folded, terminal
+from ampx.numerics.report import METER_HEAD, WORST_HEAD, worst_rows
 
 COMMANDS = [command.name or command.callback.__name__ for command in app.app.registered_commands]
 
@@ -266,7 +270,7 @@ def test_what_was_found_is_printed_where_the_report_cannot_be_written_any_more(m
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
-SENTENCE = "  last finite:      forward pass, module '2.qkv': values of magnitude 0.000124 to 89.1, lowest -89.1"
+SENTENCE = "  last finite:      the output of module '2.qkv': values of magnitude 0.000124 to 89.1, lowest -89.1"
 CODE = "    model = amp.prepare(model)  # which has that module, before wrap_optimizer"
 
 
@@ -295,3 +299,17 @@ def test_results_are_broken_on_a_terminal_and_nowhere_else():
         subprocess.run([sys.executable, "-c", code], stdout=stdout, env=environment, timeout=60, check=True)
     with os.fdopen(ours, "rb") as terminal_side:
         assert terminal_side.read1(4096).decode().splitlines() == folded(SENTENCE, 50).split("\n")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_no_word_of_a_table_is_broken_and_a_long_name_goes_on_behind_a_dot(columns):
+    parts = ("encoder", "block", "11", "layer", "1", "DenseReluDense", "intermediate_projection", "wo")
+    entry = {"module": ".".join(parts), "error": 0.0123}
+    rows = worst_rows({"worst_outputs": [entry], "worst_gradients": [{"module": "head", "error": 1.0}]})
+    meters = [("bfloat16, AdamW", "12.3%", "0.0%", "132.8 bits", f"{entry['module']}: 99%")]
+    for head, cells in ((WORST_HEAD, rows), (METER_HEAD, meters)):
+        console = Console(width=columns, file=io.StringIO())
+        console.print(compare_command._table("Errors", head, cells, columns), crop=False)
+        words = re.split(r"[.\s:]+", console.file.getvalue())
+        assert {*parts, "head"} - {*words} == ({"head"} if head is METER_HEAD else set())
+        assert {word for text in head for word in text.split()} <= {*words}

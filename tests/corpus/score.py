@@ -187,19 +187,21 @@ def compared(runner, case, twin):
     report = json.loads(done.stdout)
     facts = report["dtypes"][case.dtype]
     said, first = facts["verdict"], facts["modules"] and facts["modules"]["first"]
-    blames = "look before you rely on it" in said
+    blames = facts["doubt"] in ("fault", "differs")
     if first is not None:
         said += f" [first: {first['direction']} of {first['module']!r}, off by {first['error']}]"
     if twin:
         return ("accused" if blames else "right"), said
     if "updates" in case.kinds:
-        return ("right without cure" if re.search(r"updates round to nothing", said) else "wrong"), said
+        return (
+            "right without cure" if re.search(r"updates (round to nothing|are rounded away)", said) else "wrong"
+        ), said
     if case.float32 == "fails":
         return ("right without cure" if "float32 itself" in said else "wrong" if blames else "silent"), said
     if first is None and not blames:
         return "wrong", said
     if first is None:
-        named = any(name in said.rpartition(" flush to zero")[0] for name in case.modules if name)
+        named = any(name in parameter for name in case.modules if name for parameter in facts["flushed"])
         return ("right without cure" if named or not any(case.modules) else "silent"), said
     return ("right without cure" if _is_true_first(case, first) else "wrong"), said
 

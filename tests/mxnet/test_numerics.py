@@ -120,6 +120,18 @@ def test_outputs_and_their_gradients_are_read_and_nothing_is_changed(backend, ba
     assert net._cached_graph
 
 
+def test_gradients_of_branches_that_run_side_by_side_are_read_in_the_same_order_every_time(backend, batch):
+    net = nn.Dense(4, in_units=3)
+    net.initialize(mx.init.Xavier())
+    for _ in range(30):
+        with offer(backend, Probe).watch(net, Watching(samples=1)) as watch:
+            with mx.autograd.record():
+                loss = (net(batch) + 2 * net(batch) + 3 * net(batch)).sum()
+            loss.backward()
+        gradients = [(entry.call, entry.sample[0]) for entry in watch.readings() if entry.direction == "backward"]
+        assert gradients == [(0, 3.0), (1, 2.0), (2, 1.0)]
+
+
 def convolutions():
     """Layers whose values oneDNN holds in layouts of its own, and a batch for them."""
     mx.random.seed(0)

@@ -138,21 +138,26 @@ def test_a_comparison_on_a_cpu_says_what_a_gpu_would_change(compared):
 def test_the_verdict_says_what_fails_and_then_what_it_costs(compared):
     first, *others = compared["dtypes"]["float16"]["verdict"].splitlines()
     assert first.startswith(
-        "float16: the loss parts from float32's at step 3 of 4 (step 3 skipped), first in module '<second>', and has "
-        "2 values not finite: look before you rely on it. Step 3: overflow: in the forward pass, module '<second>', "
+        "float16: in step 3, the output of module '<second>' is not finite in float16, though it is "
+    )
+    assert first.endswith(
+        ". The loss first differs from float32's at step 3 of 4 (step 3 skipped), and is not finite in 2 steps: check "
+        "this before you rely on it."
     )
     cure, cost = others
     assert cure.startswith("Cure, tried: in bfloat16, at a loss scale of 1: loss 0.25, finite, 0 %")
     assert cost == "2.00 times the speed of float32 (2.00 to 2.00), 0.50 times the memory."
     assert compared["dtypes"]["bfloat16"]["verdict"].splitlines()[0] == (
-        "bfloat16: the loss agrees with float32's within rounding in all 4 steps, 75% of the updates round to nothing "
-        "(0% of those in float32): look before you rely on it."
+        "bfloat16: the loss agrees with float32's within rounding in all 4 steps, 75% of the updates are rounded away "
+        "(0% in float32): check this before you rely on it."
     )
+    assert [compared["dtypes"][name]["doubt"] for name in ("float16", "bfloat16")] == ["fault", "differs"]
 
 
 FASTER = "1.50 times the speed of float32 (1.40 to 1.60)"
 AGREES = "the loss agrees with float32's within rounding in all 4 steps"
-LOOK = "look before you rely on it."
+CHECK = "check this before you rely on it."
+DIFFERS = "loss first differs from float32's"
 FAULT = {"step": 2, "kind": "overflow", "why": "it is.", "by_hand": False, "cure": None}
 
 
@@ -171,7 +176,7 @@ FAULT = {"step": 2, "kind": "overflow", "why": "it is.", "by_hand": False, "cure
         (
             {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "float32_parts_at": 1, "ends_alike": False},
             [
-                "two runs in float32 part from each other at step 1, so that losses say nothing: make the script "
+                "two runs in float32 differ from each other at step 1, so losses cannot be compared: make the script "
                 "repeatable first.",
                 f"{FASTER}.",
             ],
@@ -179,7 +184,7 @@ FAULT = {"step": 2, "kind": "overflow", "why": "it is.", "by_hand": False, "cure
         (
             {"float32_fails": "float32 itself fails: its loss is not finite at step 3", "parts_at": 2},
             [
-                "float32 itself fails: its loss is not finite at step 3: that comes first, and precision is not its "
+                "float32 itself fails: its loss is not finite at step 3: mend that first, for precision is not the "
                 "cause.",
                 f"{FASTER}.",
             ],
@@ -190,11 +195,11 @@ FAULT = {"step": 2, "kind": "overflow", "why": "it is.", "by_hand": False, "cure
         ),
         (
             {"flushed": ["small.weight"]},
-            [f"{AGREES}, gradients of small.weight flush to zero: {LOOK}", f"{FASTER}."],
+            [f"{AGREES}, gradients of small.weight underflow to zero: {CHECK}", f"{FASTER}."],
         ),
         (
             {"parts_at": 2, "ends_alike": False, "modules": {"first": {"module": "2", "direction": "backward"}}},
-            [f"at step 2 of 4, first in the gradient of the output of module '2', and ends elsewhere: {LOOK}", "."],
+            [f"at step 2 of 4, and still differs at the end: {CHECK}", "."],
         ),
         (
             {"speed": {"ratio": 0.5, "least": 0.5, "largest": 0.5, "pairs": [0.5]}, "memory_ratio": 1.25},
@@ -216,45 +221,48 @@ FAULT = {"step": 2, "kind": "overflow", "why": "it is.", "by_hand": False, "cure
             {"speed": None, "steps": 1},
             ["1 step is too few to time: more steps, by --steps or by the script, decide whether it is worth it."],
         ),
-        ({"skipped": [1, 2, 3, 4]}, [f"4 of 4 steps were skipped: {LOOK}", f"{FASTER}."]),
+        ({"skipped": [1, 2, 3, 4]}, [f"4 of 4 steps were skipped: {CHECK}", f"{FASTER}."]),
         (
             {"losses": [1.0, "nan", "nan", "nan"], "parts_at": 2, "ends_alike": False},
-            [f"the loss parts from float32's at step 2 of 4, and has 3 values not finite: {LOOK}", f"{FASTER}."],
+            [
+                f"the loss first differs from float32's at step 2 of 4, and is not finite in 3 steps: {CHECK}",
+                f"{FASTER}.",
+            ],
         ),
         (
             {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "ends_alike": False},
-            [f"at step 2 of 4, and ends elsewhere: {LOOK}", f"{FASTER}."],
+            [f"at step 2 of 4, and still differs at the end: {CHECK}", f"{FASTER}."],
         ),
-        ({"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2}, ["at step 2 of 4, and ends alike.", "worth it."]),
+        ({"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2}, ["at step 2 of 4, and agrees at the end.", "worth it."]),
         (
             {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "noise": 0.08},
-            ["and differs by no more than float32 itself does where it rounds otherwise.", "worth it."],
+            ["and stays within the rounding noise of the script.", "worth it."],
         ),
         (
             {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "fault": FAULT},
-            [f"at step 2 of 4, and ends alike: {LOOK} Step 2: overflow: it is.", f"{FASTER}."],
+            [f"float16: in step 2, it is. The {DIFFERS} at step 2 of 4, and agrees at the end: {CHECK}", f"{FASTER}."],
         ),
         (
             {"fault": {**FAULT, "cure": "with 'x' in float32: loss 1"}},
-            [f"{AGREES}: {LOOK} Step 2: overflow: it is.", "Cure, tried: with 'x' in float32: loss 1.", f"{FASTER}."],
+            [f"in step 2, it is. T{AGREES[1:]}: {CHECK}", "Cure, tried: with 'x' in float32: loss 1.", f"{FASTER}."],
         ),
         (
             {"fault": {**FAULT, "by_hand": True}},
             [
-                "within rounding in all 4 steps, which says nothing of what the script casts by hand: float32 itself "
-                f"overflows there: {LOOK} Step 2: overflow: it is.",
+                "in step 2, it is. The loss agrees with float32's within rounding in all 4 steps, but float32 itself "
+                f"overflows where the script casts by hand: {CHECK}",
                 f"{FASTER}.",
             ],
         ),
         (
             {"lost": {"float32": 0.9, "dtype": 0.9}},
-            ["in all 4 steps, 90% of the updates round to nothing (90% of those in float32).", "worth it."],
+            ["in all 4 steps, 90% of the updates are rounded away (90% in float32).", "worth it."],
         ),
         (
             {"mistakes": ["a.py:3: most updates round to nothing."]},
-            [f"{AGREES}: {LOOK} a.py:3: most updates round to nothing.", f"{FASTER}."],
+            [f"{AGREES}: {CHECK} a.py:3: most updates round to nothing.", f"{FASTER}."],
         ),
-        ({"losses": [None] * 4, "ends_alike": False}, [f"the losses are not known: {LOOK}", f"{FASTER}."]),
+        ({"losses": [None] * 4, "ends_alike": False}, [f"the losses are not known: {CHECK}", f"{FASTER}."]),
     ],
 )
 def test_the_verdict_is_true_of_what_was_seen(change, lines):
@@ -299,7 +307,8 @@ def test_the_module_that_lost_the_digits_is_named_and_not_the_one_that_misses_th
     facts = result["dtypes"]["float16"]
     assert (facts["parts_at"], facts["modules"]["first"]["module"], facts["fault"]["kind"]) == (3, "pos", "digits")
     first, cure, _ = facts["verdict"].splitlines()
-    assert ", first in module 'pos', and ends alike: look before you rely on it. Step 3: digits: in the f" in first
+    assert first.startswith("float16: in step 3, the output of module 'pos' loses precision in float16 that is needed ")
+    assert first.endswith(" step 3 of 4, and agrees at the end: check this before you rely on it.")
     assert cure == (
         "Cure, tried: with module 'pos' in float32, at a loss scale of 8: loss 0.25, finite, 0 % from float32's."
     )
@@ -323,9 +332,9 @@ def elsewhere(noise, loss=0.125 * 1.03):
 @pytest.mark.parametrize(
     ("noise", "loss", "end"),
     [
-        (0.01, 0.125 * 1.03, "differs by no more than float32 itself does where it rounds otherwise"),
-        (0.003, 0.125 * 1.03, "ends elsewhere"),
-        (0.01, math.inf, "has 1 value not finite"),
+        (0.01, 0.125 * 1.03, "stays within the rounding noise of the script"),
+        (0.003, 0.125 * 1.03, "still differs at the end"),
+        (0.01, math.inf, "is not finite in 1 step"),
     ],
 )
 def test_a_training_ends_elsewhere_where_it_differs_by_more_than_its_own_noise(noise, loss, end):
@@ -347,7 +356,9 @@ def test_what_the_script_itself_casts_and_overflows_is_named_though_losses_agree
 
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
     assert (facts["fault"]["by_hand"], facts["fault"]["kind"], facts["modules"]["first"]) == (True, "overflow", None)
-    assert "float32 itself overflows there: look before you rely on it." in facts["verdict"]
+    assert (
+        "float32 itself overflows where the script casts by hand: check this before you rely on it." in facts["verdict"]
+    )
 
 
 @pytest.mark.parametrize(("number", "module"), [(1.5, None), (math.inf, "<second>")])
@@ -368,8 +379,8 @@ def test_where_float32_cannot_go_on_from_what_low_precision_has_left_only_what_i
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
     first = facts["modules"]["first"]
     assert (facts["parts_at"], first and first["module"]) == (3, module)
-    where = f", first in module {module!r}" if module else ""
-    assert f"at step 3 of 4 (step 3 skipped){where}, and has" in facts["verdict"]
+    assert (f"float16: in step 3, the output of module {module!r} is not finite" in facts["verdict"]) == bool(module)
+    assert "at step 3 of 4 (step 3 skipped), and is not finite in 2 steps" in facts["verdict"]
 
 
 def test_gradients_that_flush_to_zero_are_named_though_the_losses_agree():

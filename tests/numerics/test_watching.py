@@ -172,9 +172,27 @@ def test_a_log_counts_calls_by_direction_and_leaves_out_what_never_came():
 def test_gradients_of_one_backward_pass_are_one_reading():
     gradients = GradientLog(Log(Watching(), list, list), "a", "Dense", sizes=[2, 1])
     first = gradients.at(1)
-    assert (first.direction, first.call) == ("backward", 0)
+    assert first.direction == "backward"
     assert gradients.at(0) is first
-    assert gradients.at(0).call == 1  # another pass comes by
+    assert gradients.at(0) is not first  # another pass comes by
+
+
+def test_gradients_that_came_in_any_order_are_sorted_between_values_of_a_forward_pass():
+    log = Log(Watching(), list, list)
+    first, second, third = (GradientLog(log, name, "Dense") for name in ("a", "b", "a"))
+
+    def come(entry, value):
+        entry.dtype, entry.value = "float32", [numbers([value])]
+
+    for gradients, value in ((second, 2.0), (first, 1.0), (third, 3.0)):
+        come(gradients.at(0), value)
+    come(log.add("c", "Dense", "", "forward"), 4.0)
+    for gradients, value in ((first, 5.0), (third, 6.0)):
+        come(gradients.at(0), value)
+    log.sort()
+    readings = [(reading.module, reading.call, reading.value.largest) for reading in log.readings()]
+    backward = [("a", 0, 3.0), ("b", 0, 2.0), ("a", 1, 1.0)]
+    assert readings == [*backward, ("c", 0, 4.0), ("a", 2, 6.0), ("a", 3, 5.0)]
 
 
 def test_without_patterns_every_module_is_watched():

@@ -62,7 +62,8 @@ def test_a_finite_loss_that_is_wrong_is_found_though_nothing_fails(looked_at):
     diagnosis, report = looked_at(text)
     assert (diagnosis.kind, report["step"], report["looked_at"], report["fault"]) == ("flush", 4, 4, "wrong")
     assert diagnosis.first_nonfinite.module == "1"
-    assert report["verdict"].startswith("Step 4: flush: ")
+    assert report["verdict"].startswith("In step 4, the output of ")
+    assert " underflows: " in report["verdict"]
 
 
 @pytest.mark.parametrize("at", [None, 2])
@@ -127,4 +128,4 @@ def test_gradients_that_flush_at_the_loss_scale_are_named(looked_at, text, repla
     (risk,) = report["risks"]
     assert risk["kind"] == "gradient"
     assert {"0.weight", "2.weight"} <= set(risk["where"])
-    assert "flush to zero in float16 at a loss scale of 1" in risk["text"]
+    assert "underflow to zero in float16 at a loss scale of 1" in risk["text"]
