@@ -37,8 +37,12 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
     """Print what `ampx compare` says: first what fails, or that nothing does."""
     for name, message in report["failed"].items():
         terminal.say(f"{name} failed: {message}")
-    for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:
-        terminal.say(verdict)
+    if not report["dtypes"]:
+        terminal.say(report["verdict"])
+    for facts in report["dtypes"].values():
+        terminal.say(facts["verdict"])
+        if facts["fault"] and facts["fault"]["advice"]:
+            terminal.say("\n".join(["", *(f"    {line}" for line in facts["fault"]["advice"].splitlines())]))
     terminal.say("")
     script = " ".join([report["script"], *report["arguments"]])
     runs = "1 run" if report["repeats"] == 1 else f"{report['repeats']} runs"

@@ -53,6 +53,7 @@ class Seen:
         readings: What was read.
         skipped: Whether the step of the batch was skipped; None where none was made.
         largest_loss: The largest loss of the steps up to this one; 0 where only this one is known.
+        tolerance: How far rounding alone may move the loss, as `loss_error` has it; None where that is not known.
         fails_later: Training does not go on behind this step; false where that is not known.
     """
 
@@ -60,6 +61,7 @@ class Seen:
     readings: tuple[Reading, ...] = ()
     skipped: bool | None = None
     largest_loss: float = 0.0
+    tolerance: float | None = None
     fails_later: bool = False
 
     @property
@@ -96,8 +98,10 @@ class Refusal:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the type and the first line of what was raised."""
-    return f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
+    """Return the type and the first line of what was raised, or the last one where that begins with a traceback."""
+    name, lines = type(error).__name__, str(error).strip().splitlines() or ["(no message)"]
+    words = lines[-1] if lines[0].startswith("Traceback ") else lines[0]  # MXNet's own, whose last line has the type
+    return f"{name}: {words.removeprefix(f'{name}: ')}"
 
 
 class Batch:

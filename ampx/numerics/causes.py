@@ -11,7 +11,7 @@ from ampx.formats import FORMATS, Format
 
 from .batch import Refusal, Seen
 from .compare import listed_names, unscaled
-from .operations import family, normalised
+from .operations import family, normalised, poles_of, reaches
 from .places import (
     WRONG,
     Key,
@@ -58,7 +58,7 @@ MOST: Final = 0.5
 # An operation that reads a variable, as `normalised` has it.
 _READ: Final = "readvariable"
 # A difference, whatever its sign was; and powers, whose derivative at zero is infinite where the exponent is below 1.
-_DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "add", "addv", "plus", "addn"})
+_DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "rminus", "add", "addv", "plus", "addn"})
 # What bounds numbers from below.
 _BOUNDS: Final = frozenset({"clamp", "clampmin", "clip", "clipbyvalue", "maximum", "max"})
 # Of finite numbers NaN for 0/0 only.
@@ -166,6 +166,8 @@ class Case:
     def exact_size(self) -> str:
         """How large the value is in float32, or what it was computed from."""
         reference, inputs = self.reference, self.place.inputs
+        if reference is None and not inputs.elements:
+            return "casts larger numbers"
         if reference is None:
             return f"is computed from numbers of up to {inputs.largest:.4g}"
         return f"is {reference.value.largest:.4g} in float32"
@@ -174,7 +176,7 @@ class Case:
     def divides_by_zero(self) -> bool:
         """Whether a divisor is zero: a zero that is divided by anything else is zero."""
         value, inputs = self.place.value, self.place.inputs
-        if value.nan and normalised(self.place.operation) in _QUOTIENTS:
+        if value.nan and not inputs.nonfinite and normalised(self.place.operation) in _QUOTIENTS:
             return True  # 0/0
         has_both = inputs.elements > value.elements + 1
         only_zero_overflows = has_both and inputs.largest <= self.form.largest * inputs.smallest
@@ -222,10 +224,11 @@ class Case:
         constants = (_added_constant(each) for each in (entry, exact))
         return (has_lost or will_lose) and any(0 < constant <= self.form.flushes_to for constant in constants)
 
-    def has_new_zeros(self, entry: Reading) -> bool:
-        """Whether a value of the forward pass was computed from zeros that are none in float32, as far as is known."""
+    def new_pole(self, entry: Reading) -> float | None:
+        """Return the pole at which a value of the forward pass was computed, and in float32 was not; None for none."""
         exact = (self.healthy or {}).get(key_of(entry))
-        return entry.inputs.zeros > (0 if exact is None else exact.inputs.zeros)
+        of_float32 = None if exact is None else exact.inputs
+        return next((pole for pole in poles_of(entry.operation) if reaches(entry.inputs, pole, of_float32)), None)
 
     def _own_pairs(self) -> Iterator[tuple[Reading, Reading]]:
         """Walk over those pairs that are in the module of the place."""
@@ -246,7 +249,9 @@ class Case:
     @property
     def beyond(self) -> bool:
         """Whether float32's value does not fit into the dtype, nor what is cast to it."""
-        if family(self.place.operation) == "cast" and self.place.inputs.largest > self.form.largest:
+        inputs, value = self.place.inputs, self.place.value
+        larger = inputs.largest > self.form.largest if inputs.elements else value.nonfinite > value.nan
+        if family(self.place.operation) == "cast" and larger:
             return True
         if self.reference is None:
             return any(stats.largest > self.form.largest for stats in self.exact)
@@ -292,10 +297,14 @@ def _derivative_at_zero(case: Case) -> Cause | None:
     forward = _forward_at_zero(case) if case.place.direction == "backward" else None
     if forward is None:
         return None
-    return "logarithm", (
-        f"is not finite: {forward.inputs.zeros} of {forward.inputs.elements} inputs of {forward.operation} are zero, "
-        f"where its derivative is infinite"
-    )
+    pole = case.new_pole(forward)
+    at = f"inputs of {forward.operation} are {pole:g}"
+    if not pole:
+        at = f"{forward.inputs.zeros} of {forward.inputs.elements} inputs of {forward.operation} are zero"
+    what = f"is not finite: {at}, where its derivative is infinite"
+    if case.cancelled is not None and case.reference is not None:
+        return "digits", f"{what}, because {_of_difference(case.cancelled, case.dtype)}"
+    return "logarithm", what
 
 
 def _division(case: Case) -> Cause | None:
@@ -329,7 +338,12 @@ def _negative(case: Case) -> Cause | None:
 
 def _logarithm(case: Case) -> Cause | None:
     reference = case.reference
-    if family(case.place.operation) != "logarithm" or not case.new_zeros:
+    if family(case.place.operation) != "logarithm":
+        return None
+    pole = case.new_pole(case.place)
+    if pole:
+        return "logarithm", f"is not finite: it is infinite at {pole:g}, to which {case.dtype} rounds its input"
+    if not case.new_zeros:
         return None
     underflows = "" if case.holds_inputs else f" and underflows in {case.dtype}"
     zero = f", which is {reference.inputs.smallest:.2g} in float32{underflows}" if reference else ""
@@ -371,7 +385,8 @@ def _largest(dtype: str) -> str:
 def _forward_at_zero(case: Case) -> Reading | None:
     """Return the root or logarithm of zero, in the forward pass, that a failing backward belongs to."""
     forward = (entry for entry in case.readings if entry.direction == "forward" and entry.module == case.place.module)
-    return next((entry for entry in forward if case.has_new_zeros(entry) and _differentiated(entry, case.place)), None)
+    at_poles = (entry for entry in forward if case.new_pole(entry) is not None)
+    return next((entry for entry in at_poles if _differentiated(entry, case.place)), None)
 
 
 def _differentiated(entry: Reading, place: Reading) -> bool:
@@ -440,7 +455,7 @@ def _of_settled(
     """Say what a smaller loss scale has shown; None where the gradients overflow there as well."""
     if not settled.finite:
         return None
-    return _of_flush(settled, reference, exact, dtype) or _of_scale(low, exact, scale)
+    return flush_fault(settled, reference, dtype) or _of_scale(low, exact, scale)
 
 
 def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Fault:
@@ -477,8 +492,9 @@ def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
     return Fault("loss scale", why, low.readings, None if first is None else backward[first])
 
 
-def _of_flush(settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | None:
+def flush_fault(settled: Seen, reference: Seen, dtype: str) -> Fault | None:
     """Say that gradients are zero at the loss scale that the largest of them fit; None where they are not."""
+    exact = {key_of(entry): entry for entry in reference.readings}
     flushed = lost_gradients(settled, reference)
     if not flushed:
         return None
@@ -555,12 +571,17 @@ def loss_error(low: Seen, reference: Seen) -> float:
     return abs(low.replayed.loss - exact) / size if size else 0.0
 
 
+def loss_is_wrong(low: Seen, reference: Seen) -> bool:
+    """Return whether a loss is further from float32's than rounding explains."""
+    return loss_error(low, reference) > (WRONG if reference.tolerance is None else reference.tolerance)
+
+
 def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str) -> Fault | None:
     """Say what is wrong with a batch whose loss is finite: an infinity that became zero, say; None for nothing."""
     if not math.isfinite(low.replayed.loss) or not math.isfinite(reference.replayed.loss):
         return None
     error = loss_error(low, reference)
-    position = first_wrong(low.readings, exact, dtype, error > WRONG)
+    position = first_wrong(low.readings, exact, dtype, loss_is_wrong(low, reference))
     if position is None:
         return None
     place = low.readings[position]
@@ -569,6 +590,12 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
     kind: Kind
     if place.value.nonfinite:
         kind, why = _cause(Case(place, other, dtype, low.readings, healthy=exact))
+    elif flushes(place.value, before) and _divides_by_overflow(place, before, FORMATS[dtype]):
+        kind = "overflow"
+        why = (
+            f"is zero: its divisor overflows {dtype}, and {_largest(dtype)}; in float32 the quotient is up to "
+            f"{before.largest:.4g}"
+        )
     elif flushes(place.value, before) and not _cancels(place, other, FORMATS[dtype]):
         kind = "flush"
         form = FORMATS[dtype]
@@ -586,6 +613,12 @@ def _of_finite(low: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: 
         )
     why = f"{Place.of(place)} {why}; the loss stays finite, {percent(error)} from float32's"
     return Fault(kind, why, low.readings, position, stays_finite=True)
+
+
+def _divides_by_overflow(place: Reading, exact: Stats, form: Format) -> bool:
+    """Return whether a quotient is zero that the dtype holds, and what is divided is not: the divisor is infinite."""
+    divides = normalised(place.operation) in _QUOTIENTS and not place.inputs.zeros
+    return divides and exact.smallest > form.flushes_to
 
 
 def _cancels(place: Reading, exact: Reading | None, form: Format) -> bool:

@@ -176,7 +176,7 @@ class TrialObserver:
         try:
             return sum(float(read()) for read in readers)
         except Exception as error:  # a tensor that the framework has freed, say; the script's training goes on
-            self._note(f"A loss could not be read: {type(error).__name__}: {error}")
+            self.note(f"A loss could not be read: {type(error).__name__}: {error}")
             return None
 
     def mistake(self, sentence: str) -> None:
@@ -184,7 +184,8 @@ class TrialObserver:
         if sentence not in self.mistakes:
             self.mistakes.append(sentence)
 
-    def _note(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
+        """Note what could not be observed, or what is otherwise where it is, once."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
@@ -231,7 +232,7 @@ class TrialObserver:
             watching = replace(watching, operations=operations, times=times)
             self._watches.append(self._watching.enter_context(probe.watch(None, watching)))
         else:
-            self._note(f"Modules of {backend.name} cannot be watched.")
+            self.note(f"Modules of {backend.name} cannot be watched.")
 
     def _leave(self, step: int) -> None:
         if self._watches:
@@ -245,7 +246,7 @@ class TrialObserver:
         """Return what was seen, and what the script raised."""
         self._finish_block()  # of steps that a device told of after the end
         if report["steps"] and all(loss is None for loss in self.losses):
-            self._note("This backend does not report losses.")
+            self.note("This backend does not report losses.")
         groups = [optimizer["group"] for optimizer in report["optimizers"]]
         names = dict(zip(groups, names_of(report["optimizers"]), strict=True))
         began = [(run.amp, backend) for run, backend in self._runs if run.amp is not None]

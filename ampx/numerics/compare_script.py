@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 from typing import Any, Final
 
@@ -21,11 +22,11 @@ from .batch import Seen, plain
 from .causes import lost_gradients
 from .compare import WORST, ModuleError, error_map, listed_names, padded, relative_error, worst_errors
 from .diagnose import SAMPLES
-from .diagnose_script import Runs
+from .diagnose_script import Parting, Runs, rounded, settled_scale
 from .meter import LOST
 from .probe import Replayed, Watching
 from .timing import busy, speed_in_words
-from .tolerance import Distance, by_rounding, rounding
+from .tolerance import Distance, by_rounding
 from .trial import (
     GROWN,
     TIMED_STEPS,
@@ -52,8 +53,6 @@ ROUNDINGS: Final = 8
 ALIKE: Final = 0.02
 # Below this the ratio of one pair of runs, whose spread is unknown, decides nothing.
 ALONE: Final = 0.5
-# By so much later gradients may be larger than those at which the loss scale has settled.
-ROOM: Final = 4.0
 _COLUMNS: Final = 6  # watched steps
 
 Runner = Callable[[Trial], Outcome]
@@ -168,7 +167,7 @@ def compare_script(
     compared = {
         name: _compare(name, references, outcomes, settled[name], bool(warm_up)) for name, outcomes in timed.items()
     }
-    exact, shapes = _watch(trial, timed, references, compared, run, say)
+    exact, shapes = _watch(trial, timed, references, settled, compared, run, say)
     swept = None
     if sweep is not None:
         points = [_sweep_point(trial, sweep, value, tuple(compared), repeats, run, say) for value in values]
@@ -322,7 +321,7 @@ def _settled(trial: Trial, name: str, outcome: Outcome, run: Runner, progress: C
     finite = all(loss is None or math.isfinite(loss) for loss in before)
     if not skipped or not finite or scale is None or scale >= first:
         return outcome
-    scale = max(1.0, scale / ROOM)
+    scale = settled_scale(outcome)
     progress(f"{trial.program.name} in {name} at a loss scale of {scale:g}, for steps were skipped …")
     settings = replace(trial.settings, dtype=name, loss_scale=scale)
     again = run(replace(trial, settings=settings, shares_compiled=True, imported=outcome.imported))
@@ -557,6 +556,7 @@ def _watch(
     trial: Trial,
     timed: Mapping[str, Sequence[Outcome]],
     references: Sequence[Outcome],
+    settled: Mapping[str, Outcome],
     compared: Mapping[str, dict[str, Any]],
     run: Runner,
     progress: Callable[[str], Any],
@@ -567,6 +567,7 @@ def _watch(
         trial: A timed run.
         timed: The timed runs by dtype.
         references: Those in float32.
+        settled: By dtype, the run whose losses are compared.
         compared: What was seen of them, to which `modules`, `meters` and `verdict` are added.
         run: Runs a trial.
         progress: Is called with what is done now.
@@ -576,20 +577,21 @@ def _watch(
     """
     last = min(outcomes[0].steps for outcomes in (references, *timed.values()))
     spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
-    steps = tuple(sorted(spread | {facts["parts_at"] for facts in compared.values() if facts["parts_at"] is not None}))
+    same = replace(trial, warm_up=0, block=1, shares_compiled=True, imported=references[0].imported)
+    chosen = {
+        name: _look(facts, references[0], settled[name], _noise_runs(same, name, run, progress))
+        for name, facts in compared.items()
+    }
+    steps = tuple(sorted(spread | {look.step for look in chosen.values()}))
     settings = replace(trial.settings, watched=True, meter_every=max(1, last // _COLUMNS))
     watched = replace(
-        trial,
+        same,
         settings=settings,
         steps=steps[-1],
         watched=steps,
         gradients=steps,  # in adversarial training, optimizers take turns
         watching=Watching("float16", operations=True, samples=SAMPLES),
-        operations_in=tuple({_looked_at(facts) for facts in compared.values()}),
-        warm_up=0,
-        block=1,
-        shares_compiled=True,  # nothing of these runs is timed
-        imported=references[0].imported,
+        operations_in=tuple({look.step for look in chosen.values()}),
     )
     names = [name for name, outcomes in timed.items() if outcomes[0].watches]
     outcomes = {}
@@ -598,7 +600,7 @@ def _watch(
         scale = settings.loss_scale if name == REFERENCE else _scale(compared[name])
         outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name, loss_scale=scale)))
     for name, facts in compared.items():
-        facts.update(_watched_facts(watched, name, facts, references, outcomes, run, progress))
+        facts.update(_watched_facts(watched, name, facts, chosen[name], references, outcomes, run, progress))
         facts |= {"doubt": doubt_of(facts), "verdict": verdict(name, facts)}
     if not outcomes:
         return [], []
@@ -611,6 +613,7 @@ def _watched_facts(
     watched: Trial,
     name: str,
     facts: Mapping[str, Any],
+    look: _Look,
     references: Sequence[Outcome],
     outcomes: Mapping[str, Outcome],
     run: Runner,
@@ -636,10 +639,10 @@ def _watched_facts(
     trial = replace(watched, settings=replace(watched.settings, dtype=name, loss_scale=_scale(facts)), may_raise=True)
     first = None
     if facts["float32_fails"] is None:
-        seen["fault"], first = _fault(trial, _looked_at(facts), exact, low, run, progress)
+        seen["fault"], first = _fault(trial, look, exact, low, run, progress)
     seen["modules"] = _modules(watched, name, first, exact, low)
     if _ends_elsewhere(facts, low) and seen["fault"] is None:
-        seen |= _noise(trial, exact, low, run, progress)
+        seen |= _noise(look, exact, low)
     return seen
 
 
@@ -668,23 +671,55 @@ def _scale(facts: Mapping[str, Any]) -> float | None:
     return facts["settled"]["scale"] if facts["settled"] else None
 
 
-def _looked_at(facts: Mapping[str, Any]) -> int:
-    """Return the step that is diagnosed: where the losses part, or else the first."""
-    return int(facts["parts_at"] or 1)
+@dataclass(frozen=True)
+class _Look:
+    """A step that is diagnosed.
+
+    Attributes:
+        step: Its number.
+        parting: How far losses are from float32's.
+        noise: Returns two runs that differ by rounding alone.
+    """
+
+    step: int
+    parting: Parting
+    noise: Callable[[], Sequence[Outcome]]
+
+
+def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]) -> _Look:
+    """Return the step that is diagnosed: of losses that part the one that `ampx diagnose` looks at, or else the first.
+
+    What is not finite, or was skipped, is looked at where it parts.
+    """
+    parts_at = facts["parts_at"]
+    broken = any(loss is not None and not math.isfinite(loss) for loss in low.losses)
+    if parts_at is None or broken or low.skipped:
+        return _Look(parts_at or 1, Parting({}), noise)
+    parting = Parting.of(reference, low, noise)
+    return _Look(parting.step(low) or 1, parting, noise)
+
+
+def _noise_runs(
+    trial: Trial, name: str, run: Runner, progress: Callable[[str], Any]
+) -> Callable[[], Sequence[Outcome]]:
+    """Return what runs a script twice so that only rounding differs, once."""
+    exact = replace(trial, settings=replace(trial.settings, dtype=REFERENCE))
+    return cache(lambda: rounded(exact, name, run, progress))
 
 
 def _fault(
-    trial: Trial, step: int, reference: Outcome, low: Outcome, run: Runner, progress: Callable[[str], Any]
+    trial: Trial, look: _Look, reference: Outcome, low: Outcome, run: Runner, progress: Callable[[str], Any]
 ) -> tuple[dict[str, Any] | None, ModuleError | None]:
     """Return what `ampx diagnose` finds in a step, and the value of a module that it names; None for nothing.
 
     That a value differs accuses no module: what it was computed of may have lost the digits, and every value differs
     where a training has gone another way for reasons of its own. A diagnosis has tried what it says.
     """
+    step = look.step
     if not low.readings.get(step):
         return None, None
     try:
-        diagnosis, exact = Runs(trial, step, run, progress, reference).examined(low)
+        diagnosis, exact = Runs(trial, step, run, progress, reference, look.parting).examined(low)
     except TrialError:  # the step cannot be run again, say
         return None, None
     if diagnosis.kind in ("healthy", "loss scale"):
@@ -692,7 +727,8 @@ def _fault(
     place = diagnosis.first_nonfinite
     cures = [str(experiment) for experiment in diagnosis.experiments if experiment.cures]
     said = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
-    fault = {"step": step, **said, "cure": cures[-1] if cures else None}
+    said |= {"cure": cures[-1] if cures else None, "advice": diagnosis.advice, "deny": diagnosis.deny}
+    fault = {"step": step, **said}
     # What float32 computes alike does not differ. Outside of all modules, or of the model as a whole, none is named.
     if diagnosis.by_hand or place is None or not place.module:
         return fault, None
@@ -707,23 +743,13 @@ def _ends_elsewhere(facts: Mapping[str, Any], low: Outcome) -> bool:
     return not facts["ends_alike"] and facts["float32_fails"] is None and finite and facts["parts_at"] is not None
 
 
-def _noise(
-    trial: Trial, reference: Outcome, low: Outcome, run: Runner, progress: Callable[[str], Any]
-) -> dict[str, Any]:
-    """Return how far losses may be off by rounding alone, and that they end alike, if they are no further off.
-
-    Two runs in float32 tell, which round what modules take and return to the digits of the dtype, and to one less.
-    """
-    settings = replace(trial.settings, dtype=REFERENCE)
-    same = replace(trial, settings=settings, watched=(), gradients=(), may_raise=False)
-    rounded = []
-    for seed in range(2):
-        progress(f"{trial.program.name} in float32, rounded as {low.dtype} …")
-        try:
-            rounded.append(run(replace(same, forced=rounding(low.dtype, seed))))
-        except TrialError:
-            return {}
-    noises = [by_rounding(low.dtype, Distance(noise)).loss for noise in _apart(*rounded)]
+def _noise(look: _Look, reference: Outcome, low: Outcome) -> dict[str, Any]:
+    """Return how far losses may be off by rounding alone, and that they end alike, if they are no further off."""
+    try:
+        runs = look.noise()
+    except TrialError:
+        return {}
+    noises = [by_rounding(low.dtype, Distance(noise)).loss for noise in _apart(*runs)]
     errors = _apart(reference, low)
     within = len(noises) == len(errors) and all(error <= noise for error, noise in zip(errors, noises, strict=True))
     return {"noise": max(noises), "ends_alike": True} if within else {}

@@ -14,7 +14,7 @@ from ampx.formats import FORMATS
 from ampx.modules import outer_name
 
 from .batch import Refusal, Seen
-from .causes import Fault, Kind, first_flushed, loss_error, lost_gradients
+from .causes import Fault, Kind, first_flushed, loss_is_wrong, lost_gradients
 from .compare import relative_error
 from .operations import family
 from .places import WRONG, error_of, first_failing, first_wrong, is_low, key_of
@@ -54,7 +54,7 @@ class Change:
     @property
     def deny(self) -> tuple[str, ...]:
         """What is kept in float32, as entries of `deny` in a policy file."""
-        return (*(f"{MODULE}{name}" for name in self.float32), *self.operations)
+        return (*map(entry_of, dict.fromkeys(self.float32)), *self.operations)
 
     def __str__(self) -> str:
         """Name the change."""
@@ -68,6 +68,11 @@ class Change:
         )
         words += [] if self.scale is None else [f"at a loss scale of {self.scale:g}"]
         return ", ".join(words)
+
+
+def entry_of(module: str) -> str:
+    """Return the entry of `deny` that keeps a module in float32 in every model, as is tried; or a whole model."""
+    return f"{MODULE}{module.rpartition(':')[2] or module}"
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,7 @@ class Search:
         seen = self._run(Change(kept, scale=self._scale))
         if seen is None or self._scale in (None, 1.0) or not seen.only_gradients_overflow:
             return seen
-        if loss_error(seen, self._reference()) <= WRONG:
+        if not loss_is_wrong(seen, self._reference()):
             self._scale = 1.0
             self.experiments.pop()
             seen = self._run(Change(kept, scale=self._scale))
@@ -265,7 +270,7 @@ class Search:
 
     def _agrees(self, seen: Seen) -> bool:
         """Return whether the loss, and where only values were wrong these, agree with float32's."""
-        agrees = seen.finite and loss_error(seen, self._reference()) <= WRONG
+        agrees = seen.finite and not loss_is_wrong(seen, self._reference())
         return agrees and (not self._fault.stays_finite or self._failing(seen) is None)
 
     @property
@@ -279,7 +284,7 @@ class Search:
         exact = {key_of(entry): entry for entry in reference.readings}
         if not seen.finite:
             return first_failing(seen.readings, exact)
-        wrong = first_wrong(seen.readings, exact, self._dtype, loss_error(seen, reference) > WRONG)
+        wrong = first_wrong(seen.readings, exact, self._dtype, loss_is_wrong(seen, reference))
         return first_flushed(seen, exact) if wrong is None and self._of_gradients else wrong
 
 

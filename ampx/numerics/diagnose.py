@@ -13,11 +13,11 @@ from ampx.errors import AmpxError
 from ampx.formats import FORMATS, digits_of
 from ampx.policy import OptLevel
 
-from .batch import FLOAT32, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
-from .causes import Fault, Growth, Kind, find_fault, gradient_fault, refusal_fault
+from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
+from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault
 from .chain import Link, chain
 from .compare import unscaled
-from .cures import PRECISION, Again, Change, Experiment, Search
+from .cures import PRECISION, Again, Change, Experiment, Search, entry_of
 from .operations import normalised
 from .places import WRONG, Place, key_of, last_finite
 from .probe import Reading, Stats, Step, Watching
@@ -46,7 +46,7 @@ class Diagnosis:
         risks: What may do harm elsewhere.
         experiments: The batch, run again with what was expected to cure it, in order.
         deny: What cures it, as entries of `deny` in a policy file of `ampx run`; empty where that was not seen. There
-            a module of a second model is named with its class, which `prepare` of that model does without.
+            a module is meant in every model, and a second model as a whole is named by its class, with a colon.
         chain: The values that lead to the place where the batch first fails, back to one that agrees with float32.
         by_hand: The script itself casts there: float32 computes it in low precision, too.
     """
@@ -164,7 +164,7 @@ def _denied(modules: Iterable[str], setting: _Setting, tried: bool) -> str:
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
     """
     parts = {name: name.rpartition(":") for name in modules}
-    in_a_file = [f"{MODULE}{name}" for name in parts]
+    in_a_file = list(dict.fromkeys(map(entry_of, parts)))
     entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
     keeps = _keeps(parts, tried)
@@ -262,22 +262,33 @@ def examined(
         refused = refusal_fault(low, reference, dtype)
         return _concluded(refused, None, reference, setting, trial and trial.at_scale(setting))
     fault = find_fault(low, reference, dtype, scale, None, growth)
-    if fault is None and parts:
-        return _of_gradients(low, reference, setting, trial)
-    if trial is None or fault is None or fault.kind not in PRECISION:
+    if fault is None:
+        return _if_cured(_gradient_fault(low, reference, setting, parts), low, reference, setting, trial)
+    if trial is None or fault.kind not in PRECISION:
         return _concluded(fault, low, reference, setting, trial)
     trial = trial.at_scale(setting)
     if trial.may_settle(low, fault):
         trial = trial.settled()
-        fault = find_fault(low, reference, dtype, scale, trial.seen, growth)
+        if isinstance(trial.fails, Seen):  # the loss scale is not why, and would only hide what is
+            low, setting = trial.fails, replace(setting, scale=1.0)
+        fault = find_fault(low, reference, dtype, setting.scale, trial.seen, growth)
     return _concluded(fault, low, reference, setting, trial)
 
 
-def _of_gradients(low: Seen, reference: Seen, setting: _Setting, trial: _Trials | None) -> Diagnosis:
-    """Say which gradient is wrong, if a change cures it: nothing else shows that it is why training is wrong."""
-    fault = gradient_fault(low, reference, setting.dtype, setting.scale)
+def _gradient_fault(low: Seen, reference: Seen, setting: _Setting, parts: bool) -> Fault | None:
+    """Return what may be wrong with the gradients of a batch whose forward pass is right; None for nothing."""
+    if parts:
+        return gradient_fault(low, reference, setting.dtype, setting.scale)
+    # At a larger loss scale, if there is one, they may not be zero.
+    is_largest = fitting_scale(setting.dtype, reference) <= setting.scale < INIT_SCALE
+    return flush_fault(low, reference, setting.dtype) if is_largest else None
+
+
+def _if_cured(fault: Fault | None, low: Seen, reference: Seen, setting: _Setting, trial: _Trials | None) -> Diagnosis:
+    """Say which gradient is wrong or zero, if a change cures it: nothing else shows that it is a fault."""
     diagnosis = _concluded(fault, low, reference, setting, trial)
-    cured = any(entry.cures and entry.error < _CLEAR for entry in diagnosis.experiments)
+    clear = min(_CLEAR, reference.tolerance or _CLEAR)
+    cured = any(entry.cures and entry.error < clear for entry in diagnosis.experiments)
     return diagnosis if diagnosis.deny and cured else _concluded(None, low, reference, setting, trial)
 
 
@@ -296,12 +307,14 @@ class _Trials:
         compared: Returns what changes are compared with.
         scale: The loss scale that the gradients of float32 fit; None for that of the batch.
         seen: The batch at a scale that its gradients fit; None where that was not tried, or they fit none.
+        fails: The batch at a scale of 1, where its gradients fit not even that.
     """
 
     again: Again
     compared: Callable[[], Seen]
     scale: float | None = None
     seen: Seen | None = None
+    fails: Seen | Refusal | None = None
 
     def at_scale(self, setting: _Setting) -> _Trials:
         """Return it for the loss scale that the gradients fit, where there is one."""
@@ -319,7 +332,7 @@ class _Trials:
             seen = self.again(Change(scale=scale), ())
             if isinstance(seen, Seen) and seen.finite:
                 return replace(self, scale=scale, seen=seen)
-        return replace(self, scale=1.0)
+        return replace(self, scale=1.0, fails=seen)
 
 
 def _concluded(

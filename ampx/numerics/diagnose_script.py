@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ampx.errors import TrialError
@@ -15,13 +16,13 @@ from ampx.run.program import Program
 
 from .batch import INIT_SCALE, Refusal, Seen, plain, scaled
 from .causes import Growth, loss_error
-from .compare import bound, module_errors, unscaled
+from .compare import MARGIN, bound, module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
 from .meter import LOST
 from .places import WRONG, Place, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
-from .tolerance import percent
+from .tolerance import percent, rounding
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
 from .tune import kept_in_float32
 
@@ -33,6 +34,8 @@ _ALIKE: Final = 4.0  # the largest number of one batch over that of another of t
 _HEALTHY: Final = 20
 # No gradient times this loss scale is finite in float16, so that no step is made.
 _SKIPS_ALL: Final = 2.0**127
+# By so much later gradients may be larger than those at which the loss scale has settled.
+ROOM: Final = 4.0
 # A cure lets training go on for so many steps, where the script makes them.
 _LATER: Final = 3
 
@@ -57,7 +60,8 @@ def diagnose_script(
         settings: As for `ampx run`.
         framework: The only framework to automate.
         at: The step to look at; by default the first with a loss that is not finite, in which the scale collapses, or
-            that raises; else the first of the last that were skipped in a row, where half of all were.
+            that raises; else the first of the last that were skipped in a row, where half of all were; else the first
+            that is skipped at a settled loss scale, too.
         steps: How many steps to wait for that; by default all that the script makes.
         seed: What random numbers start from.
         run: Runs a trial.
@@ -84,7 +88,7 @@ def diagnose_script(
         elif first.dtype == "float32" or not first.watches:
             return None, _report(trial, first, notes)
         else:
-            skipped = _look_at_late_skip(trial, first, notes, run, progress)
+            skipped = _look_at_lasting_skip(trial, first, notes, run, progress)
             return skipped or _look_where_losses_part(trial, first, notes, run, progress)
     assert step is not None
     return _look_at(trial, step, what, first, notes, run, progress)
@@ -104,19 +108,31 @@ def _look_at_skipped(
     return _look_at(trial, last, "skipped", first, notes, run, progress) if only_scaled else (diagnosis, report)
 
 
-def _look_at_late_skip(
+def _look_at_lasting_skip(
     trial: Trial, first: Outcome, notes: list[str], run: Callable[[Trial], Outcome], progress: Callable[[str], Any]
 ) -> tuple[Diagnosis, dict[str, Any]] | None:
-    """Look at the first step that was skipped at a loss scale at which an earlier one was not.
+    """Look at the first step that is skipped at a loss scale, too, at which training has settled.
 
     None where there is none, or only the loss scale is why. See `_look_at` for the arguments.
     """
-    applied = [step for step in range(1, first.steps + 1) if step not in first.skipped]
-    late = next((step for step in first.skipped if applied and step > applied[0]), None)
-    if late is None or first.scale_at(late) > first.scale_at(max(step for step in applied if step < late)):
+    if not first.skipped:
         return None
-    diagnosis, report = _look_at(trial, late, "skipped", first, [*notes], run, progress)
+    scale = settled_scale(first)
+    progress(f"{trial.program.name}: {first.skipped[-1]} steps at a loss scale of {scale:g}, for steps were skipped …")
+    fixed = replace(trial, settings=replace(trial.settings, loss_scale=scale), stop_at_fault=False)
+    try:
+        lasting = run(replace(fixed, steps=first.skipped[-1])).skipped
+    except TrialError:
+        return None
+    if not lasting:
+        return None
+    diagnosis, report = _look_at(fixed, lasting[0], "skipped", first, [*notes], run, progress)
     return None if diagnosis is None or diagnosis.kind in ("loss scale", "healthy") else (diagnosis, report)
+
+
+def settled_scale(outcome: Outcome) -> float:
+    """Return a loss scale at which no step is lost to settling: somewhat smaller than that at the end."""
+    return max(1.0, (outcome.last_scale or 1.0) / ROOM)
 
 
 def _look_where_losses_part(
@@ -127,25 +143,88 @@ def _look_where_losses_part(
     See `_look_at` for the arguments.
     """
     try:
-        off: dict[int, float] = {}
+        parting = Parting({})
         if any(loss is not None for loss in first.losses):
             progress(f"{trial.program.name}: {first.steps} steps in float32, whose losses are compared …")
             settings = replace(trial.settings, dtype="float32")
-            exact = run(replace(trial, settings=settings, steps=first.steps, stop_at_fault=False))
-            off = _losses_off(exact, first)
-        early = set(range(1, min(first.steps, _HEALTHY) + 1)) - set(first.skipped)
-        parts = {step: error for step, error in off.items() if error > bound(first.dtype, 0)}
-        furthest = max(early, key=lambda step: (parts.get(step, 0.0), step), default=None)
-        step = next((step for step, error in parts.items() if error > WRONG), furthest)
+            same = replace(trial, settings=settings, steps=first.steps, stop_at_fault=False)
+            parting = Parting.of(run(same), first, lambda: rounded(same, first.dtype, run, progress))
+        step = parting.step(first)
         if step is None:
             return None, _report(trial, first, notes)
-        return _look_at(trial, step, "", first, notes, run, progress, off)
+        return _look_at(trial, step, "", first, notes, run, progress, parting)
     except TrialError as error:
         notes.append(f"What may do harm elsewhere was not looked for: {error}")
         return None, _report(trial, first, notes)
 
 
-def _losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
+@dataclass(frozen=True)
+class Parting:
+    """How far the losses of a run are from float32's, each relative to the largest so far.
+
+    Attributes:
+        off: By step, as far as that is known.
+        limits: By step, how far rounding alone explains, where that was measured.
+    """
+
+    off: Mapping[int, float]
+    limits: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, exact: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]) -> Parting:
+        """Return it, with its limits where some loss may be wrong, and none is wrong by any measure.
+
+        Args:
+            exact: The run in float32.
+            low: The run.
+            noise: Returns two runs that differ by rounding alone, see `rounded`.
+        """
+        off, least = losses_off(exact, low), bound(low.dtype, 0)
+        if not least < max(off.values(), default=0.0) <= WRONG:
+            return cls(off)
+        try:
+            apart = losses_off(*noise())
+        except TrialError:
+            return cls(off)
+        noises = zip(apart, itertools.accumulate(apart.values(), max), strict=True)
+        return cls(off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in noises})
+
+    def limit(self, step: int) -> float:
+        """Return how far the loss of a step may be off."""
+        return self.limits.get(step, WRONG)
+
+    def is_wrong(self, step: int) -> bool:
+        """Return whether the loss of a step is off by more."""
+        return self.off.get(step, 0.0) > self.limit(step)
+
+    def step(self, low: Outcome) -> int | None:
+        """Return the first step whose loss is wrong; or else the early one that parts most from float32's, or the last.
+
+        None where every early one was skipped.
+        """
+        early = set(range(1, min(low.steps, _HEALTHY) + 1)) - set(low.skipped)
+        parts = {step: error for step, error in self.off.items() if error > bound(low.dtype, 0)}
+        furthest = max(early, key=lambda step: (parts.get(step, 0.0), step), default=None)
+        return next(filter(self.is_wrong, self.off), furthest)
+
+
+def rounded(trial: Trial, dtype: str, run: Callable[[Trial], Outcome], progress: Callable[[str], Any]) -> list[Outcome]:
+    """Run a script twice in float32, which rounds what modules take and return to the digits of a dtype, or one less.
+
+    Args:
+        trial: A run in float32.
+        dtype: The low precision.
+        run: Runs a trial.
+        progress: Is called with what is done now.
+    """
+    outcomes = []
+    for seed in range(2):
+        progress(f"{trial.program.name} in float32, rounded as {dtype} …")
+        outcomes.append(run(replace(trial, forced=rounding(dtype, seed))))
+    return outcomes
+
+
+def losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
     """Return by step how far its loss is from float32's, as `loss_error` has it.
 
     Behind the first skipped step that is not known: float32 has made it.
@@ -167,7 +246,7 @@ def _look_at(
     notes: list[str],
     run: Callable[[Trial], Outcome],
     progress: Callable[[str], Any],
-    off: Mapping[int, float] | None = None,
+    parting: Parting | None = None,
 ) -> tuple[Diagnosis | None, dict[str, Any]]:
     """Look at a step: see `diagnose_script`.
 
@@ -179,20 +258,20 @@ def _look_at(
         notes: What is to be said besides, to which this adds.
         run: Runs a trial.
         progress: Is called with what is done now.
-        off: By step, how far its loss is from float32's, as far as that is known.
+        parting: How far losses are from float32's; None for unknown.
     """
-    runs = Runs(trial, step, run, progress)
+    parting = parting or Parting({})
+    runs = Runs(trial, step, run, progress, parting=parting)
     low = runs.run("watched")
     if what == "loss" and first is not None and math.isfinite(_loss(low, step)):
         notes.append(f"The loss was finite when the step was run again: the script {DIFFERS}.")
-    off = off or {}
-    diagnosis, reference = runs.examined(low, off.get(step, 0.0) > WRONG)
+    diagnosis, reference = runs.examined(low)
     low_step, exact_step = runs.seen(low), _of_values(_seen(reference, step), reference.scale_at(step))
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     notes += lost_updates(low)
-    agreement = _agreement(low_step, exact_step, low.dtype, low.scale_at(step))
-    look = _Look(step, what, low, exact_step.readings, diagnosis, agreement, off)
+    agreement = _agreement(low_step, exact_step, low.dtype, low.scale_at(step), parting.limit(step))
+    look = _Look(step, what, low, exact_step.readings, diagnosis, agreement, parting)
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
 
 
@@ -206,9 +285,11 @@ class Runs:
         run: Callable[[Trial], Outcome],
         progress: Callable[[str], Any],
         whole: Outcome | None = None,
+        parting: Parting | None = None,
     ) -> None:
         """Start with nothing run but what `whole` returns, if that is known; for the other arguments see `_look_at`."""
         self._step, self._run, self._progress = step, run, progress
+        self._parting = parting or Parting({})
         self._whole = whole
         before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
         self._trial = replace(
@@ -222,12 +303,11 @@ class Runs:
             stop_at_fault=False,
         )
 
-    def examined(self, low: Outcome, parts: bool = False) -> tuple[Diagnosis, Outcome]:
+    def examined(self, low: Outcome) -> tuple[Diagnosis, Outcome]:
         """Return the diagnosis of the step, and the run in float32 that it was compared with.
 
         Args:
             low: The run that fails, watched as `run` does, with the operations of the step.
-            parts: Its loss is wrong in this step.
         """
         dtype, step = low.dtype, self._step
         low_step = self.seen(low)
@@ -245,7 +325,7 @@ class Runs:
         growth = self._growth(low) if fails else None
         failing = exact_step if reference is low else low_step
         scale = self._scale(low)
-        finds = low.prepare_finds_modules
+        finds, parts = low.prepare_finds_modules, self._parting.is_wrong(step)
         diagnosis = examined(failing, exact_step, dtype, scale, self.changed, growth, self.compared, finds, parts)
         return diagnosis, reference
 
@@ -281,7 +361,8 @@ class Runs:
 
     def seen(self, outcome: Outcome) -> Seen | Refusal:
         """Return the step of a run as a replay, or what it raised."""
-        return _refusal(outcome, self._step) or _seen(outcome, self._step)
+        limit = self._parting.limit(self._step)
+        return _refusal(outcome, self._step) or replace(_seen(outcome, self._step), tolerance=limit)
 
     def reference(self, low: Outcome) -> Outcome:
         """Run the step in float32.
@@ -495,8 +576,8 @@ def _finite_outputs(readings: Sequence[Reading]) -> dict[str, float | None]:
     return {name: None if name in broken else largest for name, largest in _largest_outputs(readings).items()}
 
 
-def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -> str:
-    """Return how far the outputs of modules agree with float32's."""
+def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float, limit: float) -> str:
+    """Return how far the outputs of modules agree with float32's, where the loss may be off by a limit."""
     readings = unscaled(low.readings, scale) if isinstance(low, Seen) else ()
     errors = [entry for entry in module_errors(reference.readings, readings, dtype) if entry.direction == "forward"]
     apart = next((entry for entry in errors if entry.parts), None)
@@ -507,7 +588,8 @@ def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float) -
             f"{Place.of(by_hand)} on, was not compared"
         )
     if apart is None:
-        off, explained = loss_error(low, reference) if isinstance(low, Seen) else math.nan, bound(dtype, len(errors))
+        off = loss_error(low, reference) if isinstance(low, Seen) else math.nan
+        explained = min(limit, bound(dtype, len(errors)))
         loss = f"the loss is {percent(off)} from float32's"
         if off > explained:
             return f"outputs of modules agree, and {loss}, where rounding explains {percent(explained)}"
@@ -558,7 +640,7 @@ class _Look:
         exact: What was read of it in float32.
         diagnosis: Of it.
         agreement: How far modules agree with float32 there.
-        off: By step, how far its loss is from float32's, as far as that is known.
+        parting: How far losses are from float32's, as far as that is known.
     """
 
     step: int
@@ -567,7 +649,7 @@ class _Look:
     exact: Sequence[Reading]
     diagnosis: Diagnosis
     agreement: str
-    off: Mapping[int, float]
+    parting: Parting
 
     @property
     def fails(self) -> bool:
@@ -578,19 +660,19 @@ class _Look:
         """Return one sentence or two."""
         if self.fails:
             return f"In step {self.step}, {self.diagnosis.why}"
-        error = self.off.get(self.step, 0.0)
-        harmless = ", which did no harm" if self.off and max(self.off.values()) <= WRONG else ""
+        off = self.parting.off
+        harmless = ", which did no harm" if off and not any(map(self.parting.is_wrong, off)) else ""
         dangers = f"some risks{harmless}" if self.diagnosis.risks else "no risks"
         compared = f"was compared with float32: {self.agreement}, and there are {dangers}."
-        if error > WRONG:
-            loss = f"The loss of step {self.step} of {seen.steps} in {seen.dtype} is {percent(error)} from float32's"
+        if self.parting.is_wrong(self.step):
+            error = percent(off[self.step])
+            loss = f"The loss of step {self.step} of {seen.steps} in {seen.dtype} is {error} from float32's"
             return f"{loss}, and it is not known why: that step {compared}"
         return f"{_nothing_failed(seen)}{self._within()} Step {self.step} {compared}"
 
     def _within(self) -> str:
-        if not self.off:
-            return ""
-        return f" To step {max(self.off)} losses are within {percent(max(self.off.values()))} of float32's."
+        off = self.parting.off
+        return f" To step {max(off)} losses are within {percent(max(off.values()))} of float32's." if off else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types."""

@@ -89,7 +89,8 @@ def first_failing(readings: Sequence[Reading], healthy: Mapping[Key, Reading] | 
     """
     broken = [position for position, entry in enumerate(readings) if entry.value.nonfinite]
     if healthy is not None:
-        candidates = [position for position in broken if _is_new(readings[position], healthy)]
+        new = [position for position in broken if _is_new(readings[position], healthy)]
+        candidates = [position for position in new if not _is_handed_on(readings[position], healthy)] or new
     else:
         candidates = [position for position in broken if not _is_meant(readings, position)] or broken
     return candidates[0] if candidates else None
@@ -99,6 +100,14 @@ def _is_new(entry: Reading, healthy: Mapping[Key, Reading]) -> bool:
     """Return whether more of a value is not finite than in a healthy run."""
     other = healthy.get(key_of(entry))
     return other is None or other.value.nonfinite < entry.value.nonfinite
+
+
+def _is_handed_on(entry: Reading, healthy: Mapping[Key, Reading]) -> bool:
+    """Return whether a value is made of what was not finite before, by what a healthy run does without.
+
+    Casts do so, and the division of gradients by the loss scale.
+    """
+    return key_of(entry) not in healthy and entry.inputs.nonfinite > 0
 
 
 def _is_meant(readings: Sequence[Reading], position: int) -> bool:

@@ -122,9 +122,13 @@ def _memory(size: int | None) -> str:
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:
-    verdicts = [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]
     parts = [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
-    parts += [page.paragraph(line, verdict=True) for verdict in verdicts for line in verdict.splitlines()]
+    if not report["dtypes"]:
+        parts.append(page.paragraph(report["verdict"], verdict=True))
+    for facts in report["dtypes"].values():
+        parts += [page.paragraph(line, verdict=True) for line in facts["verdict"].splitlines()]
+        if facts["fault"] and facts["fault"]["advice"]:
+            parts += [page.heading("What to do"), page.code(facts["fault"]["advice"].splitlines())]
     parts += _loss_parts("Loss", *_losses(report))
     parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
     if meters := meter_rows(report):

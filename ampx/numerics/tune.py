@@ -18,6 +18,7 @@ import numpy as np
 from ampx import callers
 from ampx.backend import MODULE, Array, CastPlan
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError, UnsupportedOpError, shown
+from ampx.formats import FORMATS, digits_of
 from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
@@ -309,6 +310,12 @@ def kept_in_float32(names: Iterable[str], modules: Sequence[str]) -> dict[str, s
     return forced
 
 
+def rounded_alone(name: str, modules: Sequence[str], dtype: str) -> dict[str, str]:
+    """Return what `Probe.force` takes to round what a module, and all inside it, take and return, in float32."""
+    digits = digits_of(FORMATS[dtype].bits)
+    return dict.fromkeys(kept_in_float32([name], modules), digits)
+
+
 def slow_modules(low: Sequence[Sequence[Reading]], wide: Sequence[Sequence[Reading]]) -> dict[str, tuple[float, float]]:
     """Return the modules that take no less time in low precision than in float32, with both times in seconds.
 
@@ -502,6 +509,10 @@ class Search(abc.ABC, Generic[Run]):
         """Compute a step with this in float32, all of it for None, and read every operation in it."""
 
     @abc.abstractmethod
+    def fails_rounded(self, module: str) -> bool:
+        """Return whether float32 is too far from itself where only a module rounds to the digits of the dtype."""
+
+    @abc.abstractmethod
     def smallest_operations(self) -> frozenset[str] | None:
         """Return a smallest set of operations that cures what no module does; None where there is none."""
 
@@ -601,7 +612,7 @@ class Search(abc.ABC, Generic[Run]):
 
     def fault(self, kept: Kept) -> Fault | None:
         """Return what fails with this in float32, as `diagnose` finds it in the step that fails; None for nothing."""
-        wide = self.seen(None, self.step_of.get(kept, 1))
+        wide = replace(self.seen(None, self.step_of.get(kept, 1)), tolerance=self.tolerance.loss)
         return find_fault(self.failing(kept), wide, self.dtype, self.scale)
 
     def reason(self, name: str, measured: str) -> str:
@@ -645,18 +656,21 @@ def fails_outside(tolerance: Tolerance, run: Distance | None) -> bool:
 def needed(search: Search[Any], candidates: Sequence[str]) -> Kept | None:
     """Return a smallest set of modules whose run agrees with float32's; None where there is none.
 
-    A module that holds others is kept with all inside. Where one of these does without it, that takes its place; else
-    it stays, for what it computes itself: several that only hand float32 on to it are more, and are no cause. Each of
-    the others is left out once.
-
     Args:
         search: The measurements.
         candidates: Names of modules, the likeliest first.
     """
     modules = minimal(candidates, lambda names: search.passes(Kept(names)))
-    if modules is None:
-        return None
-    untried = [name for name in search.order if name in modules and name]
+    return None if modules is None else _narrowed(search, modules, filter(None, search.order))
+
+
+def _narrowed(search: Search[Any], modules: frozenset[str], names: Iterable[str]) -> Kept:
+    """Leave out each of the modules that have these names once, or keep less of it.
+
+    A module that holds others is kept with all inside. Where one of these does without it, that takes its place; else
+    it stays, for what it computes itself: several that only hand float32 on to it are more, and are no cause.
+    """
+    untried = [name for name in names if name in modules]
     while untried:
         name = untried.pop()
         rest = modules - {name}
@@ -710,6 +724,7 @@ def at_fault(search: Search[Any], kept: Kept) -> Kept:
 def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
     """Return what fails without a module, outside of it, and is computed in float32 with it; None for nothing.
 
+    Or what is a cast, which is not made with it.
     None, too, if something that the module has returned before is wrong already.
     """
     fault = search.fault(kept.without(name))
@@ -720,8 +735,9 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
     if _is_wrong_before(search, fault, name, step):
         return None
     with_it = search.seen(kept, step).readings
-    now = next((entry for entry in with_it if key_of(entry) == key_of(place)), place)
-    return None if is_low(now) else fault
+    now = next((entry for entry in with_it if key_of(entry) == key_of(place)), None)
+    is_wide = family(place.operation) == "cast" if now is None else not is_low(now)
+    return fault if is_wide else None
 
 
 def _is_wrong_before(search: Search[Any], fault: Fault, name: str, step: int) -> bool:
@@ -738,7 +754,8 @@ def _replaced(search: Search[Any], kept: Kept, name: str, fault: Fault, place: R
         if search.passes(instead, len(kept.entries)):
             search.module_of[place.operation] = place.module
             return each_needed(search, instead)
-    if not fault.cancels and fault.kind not in ("flush", "digits"):  # which the module may have rounded away
+    loses = fault.cancels or fault.kind in ("flush", "digits")  # which the module may have rounded away
+    if not loses or (search.affords(len(kept.entries)) and not search.fails_rounded(name)):
         search.hands_on[name] = f"{Place.of(place)}, which fails after it"
     return kept
 
@@ -797,6 +814,9 @@ def _smallest(search: Search[Any]) -> tuple[Kept | None, bool]:
     operations = search.smallest_operations()
     if operations is not None:
         return each_needed(search, Kept(operations=operations)), whole
+    if kept is not None:
+        kept = _narrowed(search, kept.modules, [""])
+        return (None, True) if "" in kept.modules else (kept, False)
     # What the last module returns is float32 then; that of others would hide what fails.
     return needed(search, search.order[:1]) if outside else None, whole
 
@@ -949,6 +969,10 @@ class _BatchSearch(Search[_Replay]):
             return Distance(comparison.loss_error, comparison.gradient_error, errors)
         outputs = [entry for entry in comparison.modules if entry.module == self.output]
         return Distance(comparison.loss_error, values=[entry for entry in outputs if entry.direction == "forward"])
+
+    def fails_rounded(self, module: str) -> bool:
+        forced = rounded_alone(module, self.modules, self.dtype)
+        return bool(self.failure(self.tried(replace(FLOAT32, forced=forced), self.watching)))
 
     def look(self, kept: Kept | None, step: int) -> Seen:
         watching = Watching(self.dtype, operations=True, samples=SAMPLES)

@@ -28,9 +28,9 @@ from ampx.run.program import Program
 
 from .batch import FLOAT32, Seen, fitting_scale, scaled
 from .causes import find_fault
-from .compare import ModuleError, error_map, module_errors, relative_error
+from .compare import MARGIN, ModuleError, error_map, module_errors, relative_error
 from .cures import low_operation
-from .diagnose_script import lost_updates
+from .diagnose_script import Parting, losses_off, lost_updates
 from .journal import Journal, digest_of
 from .operations import failing
 from .places import cast_by_hand, key_of, of_the_step
@@ -38,6 +38,7 @@ from .probe import Reading, Replayed, Watching
 from .template import Imported
 from .timing import busy
 from .tolerance import (
+    LARGEST_TOLERANCE,
     Distance,
     Place,
     Tolerance,
@@ -62,6 +63,7 @@ from .tune import (
     kept_in_float32,
     minimal,
     most_runs,
+    rounded_alone,
     searched,
     slow_modules,
 )
@@ -232,7 +234,12 @@ class _ScriptSearch(Search[Outcome]):
         run = self.run(replace(trial, watched=(step,), steps=step, watching=watching))
         loss = run.losses[-1] if run.losses else math.nan
         readings = of_the_step(run.readings.get(step, ()))
-        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, step in run.skipped)
+        largest = max((abs(loss) for loss in run.losses if loss is not None and math.isfinite(loss)), default=0.0)
+        return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, step in run.skipped, largest)
+
+    def fails_rounded(self, module: str) -> bool:
+        forced = rounded_alone(module, self.modules, self.dtype)
+        return bool(self.failure(self.run(replace(self.wide, forced=forced, may_raise=True))))
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
         """Return what the operations of the first step compute in float32."""
@@ -246,21 +253,27 @@ class _ScriptSearch(Search[Outcome]):
         """Run in the dtype that was chosen; with it loss scale and tolerance are fixed."""
         self.dtype = dtype
         self.scale = self._fitting() if scaled(dtype) else 1.0
-        self.rounded: list[Outcome] = []
+        names = not self.unnamed and dtype != FLOAT32.dtype
+        self.rounded = [self._rounded(seed) for seed in (0, 1)] if names else []
         self.asked = tolerance
         self.repeated: list[Distance] = []  # of runs in float32 from one another, where they differ
-        self.tolerance = self._explained(seeds=2).at(tolerance)
+        self.spared: list[Distance] = []  # of a run that rounds all but the likeliest modules
+        self.tolerance = self._explained().at(tolerance)
         deciding = (self.tolerance.smallest_scale(dtype, self.reference.readings.get(step, ())) for step in _DECIDING)
         self.smallest_scale = min(self.scale, max(deciding))
         self.first = self.settled(NOTHING)
-        if dtype != FLOAT32.dtype and self.failure(self.first):
-            self._repeat_float32()
-            # Before anything is blamed, noise is sampled once more: it may be a jump, which one pair of runs misses.
-            self.tolerance = self._explained(seeds=3).at(tolerance)
-        self.failures.update(self._known(tolerance))
-        self.failures[NOTHING] = self.failure(self.first)
         self.errors = {step: step_errors(self.reference, self.first, step, dtype) for step in self.watched}
         self.order = self._order()
+        if dtype != FLOAT32.dtype and self.failure(self.first):
+            self._repeat_float32()
+            self._sample_noise_again()  # before anything is blamed
+            self.tolerance = self._explained().at(tolerance)
+        self.failures.update(self._known(tolerance))
+        self.failures[NOTHING] = self.failure(self.first)
+        self._rank_errors()
+
+    def _rank_errors(self) -> None:
+        """Note how far the values of each module are off at most."""
         self.worst: dict[str, dict[int, float]] = {}  # by module and step, of outputs and their gradients
         self.broken_outputs: set[str] = set()
         for step, errors in self.errors.items():
@@ -300,16 +313,38 @@ class _ScriptSearch(Search[Outcome]):
         readings = [entry for entries in self.reference.readings.values() for entry in entries]
         return fitting_scale(self.dtype, Seen(Replayed(0.0, {}, {}), tuple(readings)))
 
-    def _explained(self, seeds: int) -> Tolerance:
-        """Return what rounding explains, measured where modules have names by runs with so many seeds of rounding."""
-        if not self.unnamed and self.dtype != FLOAT32.dtype:
-            for seed in range(len(self.rounded), seeds):
-                self.rounded.append(self.run(replace(self.wide, forced=rounding(self.dtype, seed), may_raise=True)))
-            if not any(run.raised for run in self.rounded):
-                pairs = itertools.pairwise(self.rounded)
-                apart = [self.distance(second, first) for first, second in pairs]
-                return by_rounding(self.dtype, *apart, *self.repeated)
+    def _explained(self) -> Tolerance:
+        """Return what rounding explains, measured where modules have names."""
+        if self.rounded and not any(run.raised for run in self.rounded):
+            apart = [self.distance(second, first) for first, second in itertools.pairwise(self.rounded)]
+            return by_rounding(self.dtype, *apart, *self.spared, *self.repeated)
         return by_count(self.dtype, len(self.reference.readings[1]), *self.repeated)
+
+    def _rounded(self, seed: int, spared: Sequence[str] = ()) -> Outcome:
+        """Run in float32 with all modules rounded but some, which those around them hand on to them as it is."""
+        around = [name for name in self.modules if any(inside(other, name) for other in spared)]
+        wide = {**dict.fromkeys(map(glob.escape, around), "float32"), **kept_in_float32(spared, self.modules)}
+        forced = {**rounding(self.dtype, seed), **wide}
+        return self.run(replace(self.wide, forced=forced, may_raise=True))
+
+    def _sample_noise_again(self) -> None:
+        """Sample noise once more: it may be a jump, which one pair of runs misses.
+
+        If rounding breaks the run, all such runs are broken alike, and tell nothing of the noise of one that is not.
+        Then the module likeliest to be at fault is spared, and the one before it, which may have lost what that misses;
+        what is left is noise if that mends the run.
+        """
+        if not self.rounded or any(run.raised for run in self.rounded):
+            return
+        broken = self.distance(self.rounded[0])
+        if not self.tolerance.exceeded(broken):
+            self.rounded.append(self._rounded(len(self.rounded)))
+            return
+        likeliest = self.modules.index(self.order[0])
+        run = self._rounded(0, self.modules[max(0, likeliest - 1) : likeliest + 1])
+        if not run.raised:
+            noise = self.distance(run)
+            self.spared += [noise] * (MARGIN * noise.loss < min(LARGEST_TOLERANCE, broken.loss))
 
     def _repeat_float32(self) -> None:
         """Run in float32 again: what differs from run to run is noise, for which precision is not to be blamed.
@@ -354,18 +389,20 @@ class _ScriptSearch(Search[Outcome]):
         try:
             return self._noted(kept, self.run(self.low(kept, watched=_DECIDING, watching=watching)))
         except TrialError as error:
-            if kept.modules:
+            if not kept.operations:
                 raise
             raise UnsupportedOpError(str(error)) from error
 
     def _noted(self, kept: Kept, run: Outcome) -> Outcome:
-        """Note in which step a run fails: the first that is skipped, raises, or has a loss that is not finite.
+        """Note in which step a run fails: the first that is skipped, raises, or whose loss is not finite, or wrong.
 
-        What is only off is looked at in the first step: later the weights are others.
+        Where only other values are off, that is the first step: later the weights are others.
         """
         broken = [step for step, loss in enumerate(run.losses, 1) if not _is_finite(loss)]
         raised = [] if run.raised is None else [len(run.losses) + 1]
-        self.step_of[kept] = min([*run.skipped, *broken, *raised], default=1)
+        off = losses_off(self.reference, run)
+        wrong = filter(Parting(off, dict.fromkeys(off, self.tolerance.loss)).is_wrong, off)
+        self.step_of[kept] = min([*run.skipped, *broken, *raised, *wrong], default=1)
         return run
 
     def overflows(self, run: Outcome) -> bool:

@@ -163,6 +163,9 @@ class Observer(Protocol):
     def mistake(self, sentence: str) -> None:
         """Note what the script itself does wrong, with its line."""
 
+    def note(self, sentence: str) -> None:
+        """Note what could not be observed, or what is otherwise where it is."""
+
     def observing(self, run: Run, backend: Backend) -> AbstractContextManager[Any]:
         """Return a region that is entered when a framework is automated, and left before it is so no more."""
 

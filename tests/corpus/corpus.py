@@ -24,6 +24,8 @@ of ours sees the case:
   core's, and other frameworks show in scripts of their own tests that `diagnose` gets from them what it needs;
 - `held_out`: written after the tools, by one who had not read them, when the rules were found on the other cases. The
   page says how the tools did at the first run over these; rules were changed since for some of them;
+- `healthy_by_run`: it fails in the framework's own mixed precision only. `ampx run` casts less of it, and then it was
+  measured to train as in float32: who names a fault accuses it, as a twin;
 - `seen`: what `native_FRAMEWORK.py` measured of it, with the framework's own mixed precision and without ampx.
 
 `score.py` runs tools over cases and twins and judges what they say:
@@ -35,9 +37,13 @@ of ours sees the case:
 - **wrong**: a kind or a place is named that is not true, or it is said that all agrees, or that precision is innocent;
 - **accused**: a fault is named of a twin.
 
-`compare` gives no advice. It is right if the value that it says parts first is of a module at fault or inside of it, or
-is one of `gradient`; where no module is at fault, if it names no output of any and does not rely on the dtype. Where
-float32 itself fails it is right if it says so. It is wrong if it names another, or names none and relies on the dtype.
+What `tune` keeps in float32 is true if it is one of `deny` or `operations`, or in a module at fault; or if its reason
+says that it is kept for what fails behind it, and names there a module at fault or the line that holds `code`.
+
+The advice of `compare` is carried out, too. It is right if the value that it says differs first is of a module at fault
+or inside of it, or is one of `gradient`; where no module is at fault, if it names no output of any and does not rely on
+the dtype. Where float32 itself fails it is right if it says so. It is wrong if it names another, or names none and
+relies on the dtype.
 
 A run is healthy if its losses, without those of skipped steps, are finite and those of float32 within the tolerance.
 """
@@ -80,6 +86,7 @@ class Case:
     seen: str = ""
     quick: bool = False
     held_out: bool = False
+    healthy_by_run: bool = False
 
     @property
     def script(self) -> Path:

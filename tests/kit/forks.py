@@ -130,8 +130,14 @@ def wait(child, timeout):
     return None
 
 
-def become(request):
-    """Take over streams, folder and environment."""
+def set_at_start():
+    """Return the variables that are not from who started this process: `sitecustomize` has set them, say."""
+    passed = {os.fsdecode(entry.partition(b"=")[0]) for entry in Path("/proc/self/environ").read_bytes().split(b"\0")}
+    return {name: value for name, value in os.environ.items() if name not in passed}
+
+
+def become(request, variables):
+    """Take over streams, folder and environment, with `variables` where it has none of the name."""
     for number, name in enumerate(STREAMS):
         if name in request["streams"]:
             opened = os.open(request["streams"][name], WRITING if number else os.O_RDONLY)
@@ -141,7 +147,7 @@ def become(request):
     os.chdir(request["cwd"])
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update({**variables, **request["environment"]})
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in before]
 
 
@@ -267,17 +273,17 @@ def end(code):
 
 
 if __name__ == "__main__":
-    before = set(sys.modules)
+    before, variables = set(sys.modules), set_at_start()
     for name in sys.argv[1:]:
         import_early(name)
     gc.collect()
     gc.freeze()  # else a collection in a copy would write to all pages
     request = serve(sys.stdin, os.fdopen(os.dup(1), "w"))
     if request is not None:
-        become(request)
+        become(request, variables)
         if request["nests"] and (nested := nest()) is not None:
             request = nested
-            become(request)
+            become(request, variables)
         imported = set(sys.modules) - before
         sys.meta_path.insert(
             0, Preloaded({name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names})

@@ -112,11 +112,14 @@ def native(head):
 
 def run_here(trial, folder):
     """Run a trial of `ampx compare`, `diagnose` or `tune` in this process, by what its own process would run."""
+    from ampx.errors import TrialError
     from ampx.numerics import child
 
     request, answer = Path(folder, "request"), Path(folder, "answer")
     request.write_bytes(pickle.dumps((trial, answer)))
     # A script's folder takes the first place of the path, and keeps it: here that of the tests' own kit.
     with mock.patch.object(sys, "path", list(sys.path)):
-        assert child.main(str(request)) == 0
+        code = child.main(str(request))
+    if code:  # what it says is on the standard error
+        raise TrialError(f"{trial.program.name} was refused, or ended with exit code {code}")
     return pickle.loads(answer.read_bytes())

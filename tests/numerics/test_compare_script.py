@@ -312,6 +312,18 @@ def test_the_module_that_lost_the_digits_is_named_and_not_the_one_that_misses_th
     assert cure == (
         "Cure, tried: with module 'pos' in float32, at a loss scale of 8: loss 0.25, finite, 0 % from float32's."
     )
+    assert list(facts["fault"]["deny"]) == ["module:pos"]
+    assert "deny=['module:pos']" in facts["fault"]["advice"]
+
+
+def test_the_step_that_is_diagnosed_is_the_first_whose_loss_is_wrong_and_not_the_first_that_differs():
+    def run(trial):
+        outcome = lossy(trial)
+        first, second, *others = outcome.losses
+        return replace(outcome, losses=(first, 1.006 * second if others[0] == 0.375 else second, *others))
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    assert (facts["parts_at"], facts["fault"]["step"]) == (2, 3)
 
 
 def elsewhere(noise, loss=0.125 * 1.03):

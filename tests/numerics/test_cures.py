@@ -248,9 +248,9 @@ def test_gradients_that_flush_at_every_scale_that_the_largest_fits_are_named():
 def test_a_module_of_a_second_model_is_named_for_prepare_and_for_a_policy_file():
     renamed = Chain([(f"Critic:{module}", *step) for module, *step in OVERFLOWS.steps], OVERFLOWS.data)
     diagnosis, _ = renamed.examine()
-    assert diagnosis.deny == ("module:Critic:b",)
+    assert diagnosis.deny == ("module:b",)
     assert "deny=['module:b']" in diagnosis.advice
-    assert "the Critic, before wrap_optimizer; in a policy file: ['module:Critic:b']" in diagnosis.advice
+    assert "the Critic, before wrap_optimizer; in a policy file: ['module:b']" in diagnosis.advice
 
 
 def test_of_a_model_as_a_whole_the_entry_of_a_policy_file_that_was_tried_is_advised():

@@ -156,6 +156,9 @@ def test_a_cast_that_overflows_is_an_overflow_though_float32_has_no_such_cast():
     diagnosis = diagnosed(seen(cast, loss=math.inf), seen(read("add", [1.0], [1e5])), "float16")
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("overflow", "_to_copy")
     assert diagnosed(seen(read("Cast", [-1e9, 0.0], [-math.inf]), loss=math.nan), seen(), "float16").kind == "mask"
+    slope = read("_backward_amp_cast", [], [math.inf], direction="backward")  # of which MXNet shows no inputs
+    unseen = diagnosed(seen(slope, gradients=[math.inf]), seen(), "float16")
+    assert (unseen.kind, "overflows float16: it casts larger numbers" in unseen.why) == ("overflow", True)
 
 
 def test_a_mask_of_minus_infinity_is_meant_and_what_fails_behind_it_is_named():
@@ -189,6 +192,84 @@ def test_the_derivative_of_a_root_at_zero_is_told_by_the_forward_pass():
     slope = read("div", [1.0], [31.6], direction="backward", dtype="float32")
     fault = find_fault(failing, seen(read("sqrt", [1e-3, 1.0], [0.03, 1.0]), slope), "float16", 1.0)
     assert (fault.kind, fault.cancels) == ("logarithm", False)  # the place is where the root is
+
+
+def test_a_root_of_a_difference_that_is_zero_for_want_of_digits_is_no_matter_of_the_root():
+    """`sqrt(1 - x * x)` of an `x` that rounds to 1: on the way back it is infinite."""
+    slope = read("_backward_sqrt", [], [math.inf], direction="backward")
+    low = [read("_rminus_scalar", [1.0, 0.5], [0.0, 0.5]), read("sqrt", [0.0, 0.5], [0.0, 0.7]), slope]
+    healthy = [read("_rminus_scalar", [0.9998, 0.5], [2e-4, 0.5]), read("sqrt", [2e-4, 0.5], [0.014, 0.7])]
+    healthy.append(read("_backward_sqrt", [], [35.0], direction="backward"))
+    fault = find_fault(seen(*low, gradients=[math.inf]), seen(*healthy), "float16", 1.0)
+    assert fault.kind == "digits"
+    assert (
+        "where its derivative is infinite, because _rminus_scalar in module 'block' (net.py:7) subtracts" in fault.why
+    )
+
+
+def test_what_divides_gradients_by_the_loss_scale_is_not_where_they_fail():
+    """MXNet shows it before the backward pass, of which it tells when the step has ended."""
+    unscales = read("_div_scalar", [math.nan, 1.0], [math.nan, 1.0], module="")
+    slope = read("_backward_log", [], [math.inf], direction="backward")
+    finite = read("_backward_log", [], [10.0], direction="backward")
+    fault = find_fault(seen(unscales, slope, gradients=[math.nan]), seen(finite), "float16", 8.0)
+    assert fault.place.operation == "_backward_log"
+    alone = find_fault(seen(unscales, gradients=[math.nan]), seen(), "float16", 8.0)
+    assert "divides by zero" not in alone.why  # NaN by a scale is NaN
+
+
+@pytest.mark.parametrize(
+    ("operation", "exact_input", "low_input", "words"),
+    [
+        ("Log1p", -0.999999, -1.0, "it is infinite at -1, to which bfloat16 rounds its input"),
+        ("atanh", 0.9999, 1.0, "it is infinite at 1, to which bfloat16 rounds its input"),
+        ("_npi_arctanh", -0.9999, -1.0, "it is infinite at -1, to which"),
+        ("erfinv", 0.9999, 1.0, "it is infinite at 1, to which"),
+        ("logit", 0.9999, 1.0, "it is infinite at 1, to which"),
+        ("log", 1e-9, 0.0, "it takes the logarithm of zero"),
+    ],
+)
+def test_an_operation_is_infinite_at_its_own_pole_and_does_not_overflow(operation, exact_input, low_input, words):
+    finite = read(operation, [exact_input, 0.5], [12.0, 0.5], dtype="float32")
+    fault = find_fault(
+        seen(read(operation, [low_input, 0.5], [math.inf, 0.5]), loss=math.inf), seen(finite), "bfloat16", 1.0
+    )
+    assert fault.kind == "logarithm"
+    assert words in fault.why
+
+
+def test_the_slope_of_an_operation_at_its_own_pole_is_told_by_the_forward_pass():
+    slope, finite = (read("log1p_backward", [], [value], direction="backward") for value in (math.inf, 1e5))
+    low = seen(read("log1p", [-1.0], [-20.0]), slope, gradients=[math.inf])
+    fault = find_fault(low, seen(read("log1p", [-0.9999], [-9.2]), finite), "bfloat16", 1.0)
+    assert "inputs of log1p are -1, where its derivative is infinite" in fault.why
+
+
+@pytest.mark.parametrize(("divided", "kind"), [(1.7e4, "overflow"), (0.0, "flush")])
+def test_a_quotient_of_a_divisor_that_is_infinite_has_not_lost_digits(divided, kind):
+    """An integer of 70,300 is infinite in float16, and what the operation receives does not show it."""
+    reference = seen(sampled("div", [1.7e4] * 4, [0.25] * 4, "float32", ""), loss=2.0)
+    low = seen(sampled("div", [divided] * 4, [0.0] * 4, module=""), loss=1.0)
+    fault = find_fault(low, reference, "float16", 1.0)
+    assert (fault.kind, "is zero: its divisor overflows float16" in fault.why) == (kind, kind == "overflow")
+
+
+def test_what_no_loss_scale_cures_is_looked_for_at_a_scale_of_one():
+    """The scale itself overflows a cast, say, behind which the fault is hidden."""
+    forward = read("div", [1.0], [1.0])
+    finite = read("div_backward", [], [9e5], direction="backward", dtype="float32")
+    reference = seen(replace(forward, dtype="float32"), finite, gradients=[9e5])
+
+    def low(scale):
+        cast = read("_to_copy", [], round_to([scale], "float16"), direction="backward")
+        return seen(forward, cast, read("div_backward", [], [math.inf], direction="backward"), gradients=[math.inf])
+
+    def again(change, modules):
+        return reference if change.float32 or change.dtype else low(change.scale)
+
+    diagnosis = examined(low(2.0**17), reference, "float16", 2.0**17, again)
+    assert (diagnosis.first_nonfinite.operation, diagnosis.scale) == ("div_backward", 1.0)
+    assert "9e+05 in float32, and float16's largest number is 65504" in diagnosis.why
 
 
 FAILS = {"loss": math.nan, "gradients": [math.nan]}
@@ -519,6 +600,11 @@ def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
     assert "ValueError: (no message)" in other.why
 
 
+def test_an_error_that_begins_with_a_traceback_of_its_own_is_said_in_its_last_words():
+    text = 'Traceback (most recent call last):\n  File "base.h", line 229\nRuntimeError: unknown type: 2'
+    assert in_one_line(RuntimeError(text)) == "RuntimeError: unknown type: 2"
+
+
 def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to():
     exact = seen(
         sampled("relu", [1.0], [1.0]),
@@ -632,6 +718,29 @@ def test_a_wrong_gradient_is_found_behind_a_forward_pass_that_is_right(exact_gra
     if fault is not None:
         assert fault.place.operation == "tanh_backward"
         assert words in fault.why
+
+
+@pytest.mark.parametrize(
+    ("largest", "cured", "kind"),
+    [
+        (1e5, True, "flush"),
+        (1e5, False, "healthy"),  # which nothing shows to do harm
+        (1.0, True, "healthy"),  # at a larger loss scale it may not be zero
+    ],
+)
+def test_gradients_that_flush_at_the_largest_loss_scale_are_a_fault_if_a_change_cures_it(largest, cured, kind):
+    def run(gradient, dtype):
+        block = read("", [], gradient, direction="backward", dtype=dtype)
+        large = read("", [], [largest], "large", "backward", dtype)
+        return seen(read("", [1.0], [1.0], dtype=dtype), large, block, gradients=gradient)
+
+    reference = run([1e-9] * 64, "float32")
+
+    def again(change, modules):
+        return reference if cured else run([0.0] * 64, "float16")
+
+    diagnosis = examined(run([0.0] * 64, "float16"), reference, "float16", 1.0, again)
+    assert (diagnosis.kind, diagnosis.deny) == (kind, ("module:block",) if kind == "flush" else ())
 
 
 @pytest.mark.parametrize(("loss", "kind"), [(1.01, "digits"), (1.2, "healthy")])

@@ -115,6 +115,7 @@ class PlantedSearch(Search):
         return "steps are skipped" if run[1] else self.says(run[0])
 
     look = smallest_operations = failing_operations = policy_fields = hopeless = slow = times = beginning = None
+    fails_rounded = None
 
 
 PlantedSearch.__abstractmethods__ = frozenset()
@@ -126,6 +127,7 @@ class ShieldedSearch(PlantedSearch):
     def __init__(self, module="", cures=("module:first", "module:norm", "mul"), others=()):
         super().__init__(["first", "norm", "second", *others], others)
         self.dtype, self.module, self.cures = "float16", module, cures
+        self.tolerance, self.loses_digits = by_rounding("float16", Distance(0.0)), False
 
     def compute(self, kept):
         missing, _ = super().compute(kept)
@@ -134,6 +136,10 @@ class ShieldedSearch(PlantedSearch):
     def is_wide(self, kept):
         names = {*(f"module:{name}" for name in kept.modules), *kept.operations}
         return not names.isdisjoint(self.cures)
+
+    def fails_rounded(self, module):
+        self.runs += 1
+        return self.loses_digits
 
     def look(self, kept, step):
         wide = kept is None or self.is_wide(kept)
@@ -200,6 +206,42 @@ def test_a_module_that_only_hands_float32_on_is_said_to_do_so_where_nothing_else
     assert search.reason("first", "an error") == ("an error; it is kept for the output of mul, which fails after it")
 
 
+@pytest.mark.parametrize("loses_digits", [False, True])
+def test_a_module_is_kept_for_a_finite_value_that_is_wrong_behind_it_unless_its_own_digits_are_missed(loses_digits):
+    search = ShieldedSearch(cures=("module:first",))
+    search.loses_digits = loses_digits
+
+    def look(kept, step):
+        wide = kept is None or search.is_wide(kept)
+        dtype = "float32" if wide else "float16"
+        sample = np.full(4, 1.0 if wide else 0.0, np.float32)
+        product = Reading("", "", "mul", "forward", 0, dtype, Stats(4), Stats(4), sample=sample, place="a.py:3")
+        return Seen(Replayed(1.0 if wide else 0.9, {}, {}), (product,))  # off by less than any loss may be by chance
+
+    search.look = look
+    kept = Kept(frozenset({"first"}))
+    assert at_fault(search, kept) == kept
+    says = {} if loses_digits else {"first": "the output of mul (a.py:3), which fails after it"}
+    assert search.hands_on == says
+
+
+@pytest.mark.parametrize(("operation", "says"), [("_backward_amp_cast", ["first"]), ("mul", [])])
+def test_a_module_is_kept_for_a_cast_behind_it_that_is_not_made_with_it(operation, says):
+    search = ShieldedSearch(cures=("module:first",))
+    see = search.look
+    search.look = lambda kept, step: replace(
+        see(kept, step),
+        readings=tuple(
+            replace(entry, operation=entry.operation and operation)
+            for entry in see(kept, step).readings
+            if not entry.operation or entry.dtype == "float16"
+        ),
+    )
+    kept = Kept(frozenset({"first"}))
+    assert at_fault(search, kept) == kept
+    assert list(search.hands_on) == says
+
+
 def test_each_of_the_others_is_left_out_again_where_one_is_replaced():
     search = ShieldedSearch(others=("last",))
     assert at_fault(search, Kept(frozenset({"first", "last"}))) == Kept(frozenset({"last"}), frozenset({"mul"}))
@@ -246,6 +288,19 @@ def test_a_block_stays_where_only_several_inside_do_without_it():
     assert needed(search, search.order).modules == {"block"}
     assert search.without == {"block": "block.a and block.b"}
     assert search.runs <= most_runs(1, 4)
+
+
+def test_a_module_takes_the_place_of_the_whole_model_that_does_without_the_rest():
+    """What the model computes between its modules is not finite: of it all is tried first, and one module does."""
+    search = PlantedSearch([*(f"layer{number}" for number in range(8)), ""], ["layer3"])
+    search.order = ["", *(f"layer{number}" for number in range(8))]
+    search.tolerance, search.smallest_operations = by_rounding("float16", Distance(0.0)), lambda: None
+    search.policy_fields = lambda kept: {"deny": tuple(sorted(kept.modules)), "reasons": {"dtype": "it agrees"}}
+    search.look = lambda kept, step: Seen(Replayed(1.0, {}, {}))
+    search.failing_operations = lambda modules: ()
+    search.framework, search.device, search.dtype = "toy", "cpu", "float16"
+    assert searched(search, 0).deny == ("layer3",)
+    assert search.runs <= most_runs(1, 9)
 
 
 @pytest.mark.parametrize("planted", [(), ("layer3",), ("layer3", "layer7")])
@@ -318,6 +373,7 @@ class Faulty(Search):
         self.framework, self.device, self.dtype = "toy", "cpu", "float16"
         self.tolerance = by_rounding("float16", Distance(0.0))
         self.broken = draw.sample(names, min(len(names), draw.choice((0, 1, 1, 2, 3, 6))))
+        self.loses_digits = seed % 2 == 0
         operations = range(draw.choice((0, 0, 1, 2)))
         self.operations = {f"op{number}": (draw.choice([*names, ""]), draw.choice(names)) for number in operations}
         self.at_odds = draw.sample(names, 2) if len(names) > 1 and draw.random() < 0.2 else []
@@ -374,6 +430,10 @@ class Faulty(Search):
     def failing_operations(self, modules):
         self.seen(Kept())
         return tuple(self.operations)
+
+    def fails_rounded(self, module):
+        self.runs += 1
+        return self.loses_digits
 
     def policy_fields(self, kept):
         self.result = kept

@@ -15,6 +15,7 @@ from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
 import ampx
 from ampx.backend import offer
+from ampx.errors import RunRefusedError
 from ampx.plugins import Registry
 from ampx.run import Automation, LossCurve, Run, RunSettings
 from ampx.run.report import headline
@@ -199,7 +200,7 @@ def test_a_model_with_its_own_training_step_is_cast_as_a_graph(start):
 @pytest.mark.parametrize("traced", ["eager", "function", "compiled"])
 def test_a_loop_over_tapes_trains_scales_and_skips(start, dtype, traced):
     """TensorFlow's rewriter leaves a function alone that XLA compiles: it trained in float32."""
-    run, region = start(dtype, graphs=traced != "eager")
+    run, region = start(dtype, graphs=False)  # where the rewriter casts nothing, products are cast one by one
     variable = tf.Variable([8.0])
     with region:
         step = loop(variable, keras.optimizers.SGD(1.0), dtype)
@@ -217,15 +218,49 @@ def test_a_loop_over_tapes_trains_scales_and_skips(start, dtype, traced):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_a_function_that_computes_the_loss_alone_is_cast_the_first_time(start, dtype):
-    _, region = start(dtype)
+@pytest.mark.parametrize("before", [False, True], ids=["new", "called before"])
+def test_a_function_that_computes_the_loss_alone_is_cast_the_first_time(start, dtype, before):
+    _, region = start(dtype, graphs=False)
     values = tf.fill([64, 64], VALUE)
+    product = tf.function(lambda: tf.matmul(tf.nn.relu(values), tf.eye(64)) + 0.0)
     with region:
         optimizer = keras.optimizers.SGD(1.0)
-        product = tf.function(lambda: tf.matmul(tf.nn.relu(values), tf.eye(64)) + 0.0)
+        if before:
+            assert product()[0, 0] == VALUE
         with tf.GradientTape():
             assert product()[0, 0] == ROUNDED[dtype]
+    assert product()[0, 0] == VALUE
     assert optimizer.iterations == 0
+
+
+@pytest.mark.parametrize("way", ["tape", "train_step"])
+@pytest.mark.parametrize("denied", [(), ("module:other",)], ids=["nothing denied", "a module denied"])
+def test_where_the_rewriter_casts_nothing_a_run_computes_what_one_that_is_watched_does(monkeypatch, way, denied):
+    monkeypatch.setattr(rewrite, "_works", lambda device, dtype: False)
+    seen = []
+    for watched in (False, True):
+        run = Run("tensorflow", RunSettings("float16", "O1", "cpu", deny=denied, loss_scale=1.0, watched=watched))
+        with offer(Registry().load("tensorflow"), Automation).automate(run):
+            if way == "tape":
+                variable = tf.Variable([8.0])
+                step = tf.function(loop(variable, keras.optimizers.SGD(1.0), "float16"))
+                seen.append(float(step(tf.constant(1.0))[0]))
+            else:
+                ours = SelfTrained()
+                ours.compile(optimizer=keras.optimizers.SGD(0.0))
+                ours.fit(np.full((4, 64), VALUE, "float32"), np.zeros((4, 1), "float32"), verbose=0)
+                seen.append(float(ours.predict(np.full((1, 64), VALUE, "float32"), verbose=0)[0, 0]) / 64)
+    assert seen == [ROUNDED["float16"]] * 2
+
+
+def test_a_graph_of_tensorflow_1_that_nothing_can_cast_is_refused(monkeypatch):
+    """It was made before its optimizer, so that products can no longer be cast one by one."""
+    monkeypatch.setattr(rewrite, "_works", lambda device, dtype: False)
+    run = Run("tensorflow", RunSettings("float16", "O1", "cpu"))
+    with offer(Registry().load("tensorflow"), Automation).automate(run), tf.Graph().as_default():
+        variable = v1.get_variable("v", initializer=[8.0])
+        with pytest.raises(RunRefusedError, match="casts nothing"):
+            v1.train.GradientDescentOptimizer(1.0).minimize(tf.reduce_sum(variable))
 
 
 SMALL = 2.0**-10  # times the loss scale it fits into float16
@@ -766,3 +801,11 @@ def test_of_many_calls_of_a_function_the_curve_looks_at_some(start, monkeypatch)
             step(tf.constant(number))
     assert looks == [0, 1, 2, 3, 4, 6, 8, 12, 16]
     assert curve.points() == [(number, float(number) ** 2, None) for number in (1, 9, 17)]
+
+
+def test_an_operation_that_nothing_here_can_keep_is_refused_before_anything_is_patched(start):
+    before = patched()
+    _, region = start(graphs=False, deny=("module:first", "MatMul"))
+    with pytest.raises(RunRefusedError, match=r"allow and deny name 'MatMul'; accepted .*'module:name'"), region:
+        raise AssertionError("the script ran")
+    assert patched() == before

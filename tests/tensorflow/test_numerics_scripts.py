@@ -140,6 +140,17 @@ def test_a_watched_step_of_a_loop_holds_the_layers_and_the_loss_and_no_update(he
     assert directions == sorted(directions, reverse=True)
 
 
+@pytest.mark.parametrize("watched", [(), (2,)], ids=["not watched", "watched"])
+@pytest.mark.parametrize("rewrites", [True, False], ids=["rewritten", "product by product"])
+def test_a_trial_says_where_it_casts_otherwise_than_a_run_of_the_same_policy(
+    here, script, monkeypatch, watched, rewrites
+):
+    monkeypatch.setattr(rewrite, "_works", lambda device, dtype: rewrites)
+    settings = RunSettings(dtype="bfloat16", device="cpu", watched=bool(watched))
+    outcome = here(Trial(script(LOOP), settings, framework="tensorflow", watched=watched))
+    assert ["one by one" in note for note in outcome.notes] == [True] * bool(rewrites and watched)
+
+
 PADDED = """
 import keras
 import numpy as np

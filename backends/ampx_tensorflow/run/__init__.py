@@ -1,8 +1,9 @@
 """`ampx run` in TensorFlow: a script that knows nothing of ampx trains in mixed precision.
 
 A model that Keras compiles and trains by itself is cast by its layers' policies, as by hand: all but those that give
-the outputs. Everything else is cast by the graph rewriter, and outside of graphs product by product, so that the script
-sees float32 everywhere: loops over `GradientTape`, models with a training step of their own, graphs of TensorFlow 1.
+the outputs. Everything else is cast by the graph rewriter, and product by product outside of graphs and where it casts
+nothing, so that the script sees float32 everywhere: loops over `GradientTape`, models with a training step of their
+own, graphs of TensorFlow 1.
 
 The script is not ours to edit: TensorFlow is patched, and every patch ends with the region that `automate` opens:
 
@@ -11,7 +12,7 @@ The script is not ours to edit: TensorFlow is patched, and every patch ends with
 - `own_gradients`: gradient functions that the script wrote, which get unscaled gradients;
 - `debugging`: TensorFlow's own debuggers, which see the loss scale;
 - `models`: how Keras compiles and fits models;
-- `operations`: products outside of graphs, and what computed in which dtype;
+- `operations`: products that are not rewritten, and what computed in which dtype;
 - `observing`: functions that are called, where somebody looks on;
 - `tf1`: optimizers and sessions of TensorFlow 1, and optimizers of Keras 2, where their former names are there.
 """
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
-from ampx.backend import CastPlan
+from ampx.backend import MODULE, CastPlan
 from ampx.modules import module_dtypes
 from ampx.policy import Dtype
 from ampx.rooms import import_part, is_there
@@ -43,6 +44,7 @@ from .own_gradients import own_gradients_true
 def automate(run: Run) -> Iterator[None]:
     """Patch TensorFlow for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
+    refuse_operations(run)
     run.backward = "gradients = scaled.gradient(tape, variables)"
     former = import_part("ampx_tensorflow.run.tf1", "ampx run") if is_there("ampx_tensorflow.old") else None
     manager = KerasManager(run)
@@ -69,6 +71,22 @@ def automate(run: Run) -> Iterator[None]:
         manager.forces = forcing.is_active()
         stack.enter_context(manager.region(*patches))
         yield
+
+
+def refuse_operations(run: Run) -> None:
+    """Refuse entries that name operations: here neither layers nor the rewriter can keep them.
+
+    Raises:
+        RunRefusedError: There is one.
+    """
+    entries = (*run.settings.allow, *run.settings.deny)
+    names = ", ".join(repr(entry) for entry in entries if not entry.startswith(MODULE))
+    if names:
+        run.refuse(
+            f"allow and deny name {names}; accepted by ampx run in TensorFlow: names of modules, as 'module:name'. "
+            f"Only functions that ampx.prepare is passed know operations",
+            where="",
+        )
 
 
 def forced_dtypes(run: Run) -> dict[str, str]:

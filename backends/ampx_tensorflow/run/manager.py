@@ -14,6 +14,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
+from ampx.backend import CastPlan
 from ampx.events import Event
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
@@ -32,6 +33,11 @@ from .own_gradients import OwnGradients
 # NVIDIA's containers: graphs are cast, and (the first only) losses scaled, for every script.
 _BOTH: Final = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _GRAPHS: Final = "TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE"
+_UNCOMPILED: Final = (
+    "Watched steps ran outside of graphs, where products are cast one by one, and their results are float32 again. "
+    "`ampx run` has TensorFlow's graph rewriter cast them, which computes operations between products in low "
+    "precision, too."
+)
 _RECIPE: Final = "keras.mixed_precision.LossScaleOptimizer"
 
 
@@ -63,7 +69,8 @@ class KerasManager(Manager[Managed]):
     def session(self, graphs: bool) -> Amp:
         """Return the session, casting graphs and what is outside of them from now on where asked for.
 
-        Layers cast only where prepared. Outside of graphs a rewriter that casts nothing here is not missed.
+        Layers cast only where prepared. Where the rewriter casts nothing to the dtype on the device, which is tried,
+        products are cast one by one in graphs, too, as outside of them.
         """
         new = self.run.amp is None
         if new and (policy := rewrite.mixed_policy()):
@@ -84,9 +91,9 @@ class KerasManager(Manager[Managed]):
     def _cast_graphs(self, amp: Amp) -> None:
         plan = amp.casting
         with self.at_work:  # the rewriter is tried in a session, which is none of the script's
-            if self.forces:
+            if self.forces or (plan is not None and _only_products_cast(plan)):
                 self.operations.cast_in_graphs()
-            elif plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
+            elif plan is not None and not rewrite.process.is_on:
                 with self.working():
                     rewrite.process.on(plan)
 
@@ -171,6 +178,8 @@ class KerasManager(Manager[Managed]):
             losses: A variable with the sum of its losses, of which each step gets its share; it is cleared.
         """
         observer, missed = self.run.recorder.observer, {}
+        if observer is not None and rewrite.process.is_on and tf.config.functions_run_eagerly():
+            observer.note(_UNCOMPILED)
         for wrapped in self.wrapped:
             if isinstance(wrapped, AmpOptimizer):
                 missed[wrapped.ampx_member.group.index] = self._missed(wrapped)
@@ -291,6 +300,14 @@ class KerasManager(Manager[Managed]):
             enabled=True,
             reason="as Keras's dtype policies of the script say",
         )
+
+
+def _only_products_cast(plan: CastPlan) -> bool:
+    """Return whether the rewriter casts nothing, but products can be; it is tried. Sync: one, the first time.
+
+    A graph of TensorFlow 1 is made before its optimizer, with which casting begins: only the rewriter could cast it.
+    """
+    return not rewrite.casts(plan) and bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
 # -- patches ------------------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """Products that TensorFlow's rewriter does not see are cast, and what computed in which dtype is counted.
 
-The rewriter sees graphs only, and none that XLA compiles. Outside of those that it sees, the same operations are cast
-one by one, where Python calls them: float32 operands become low precision and the result float32 again, as a script
-sees them under the rewriter.
+The rewriter sees graphs only, and none that XLA compiles, and some dtypes it casts on no such device. What it does not
+cast is cast one by one, where Python calls the same operations: float32 operands become low precision and the result
+float32 again, as a script sees them under the rewriter.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import tensorflow as tf
@@ -17,7 +17,7 @@ from tensorflow.python.eager import context
 
 from ampx.policy import Dtype
 from ampx.run import Recorder, Sampler
-from ampx_tensorflow import products
+from ampx_tensorflow import products, retracing
 from ampx_tensorflow.casting import compute_dtype
 from ampx_tensorflow.contexts import compiles
 
@@ -33,6 +33,7 @@ class Operations(Sampler):
         self._collecting = False
         self._sampled_runs = 0
         self._only_graphs = True
+        self._traced_anew = ExitStack()
 
     def start(self, casts: bool = True) -> None:
         """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says."""
@@ -45,8 +46,10 @@ class Operations(Sampler):
             context.enable_graph_collection()
 
     def cast_in_graphs(self) -> None:
-        """Cast products one by one in graphs, too, which are not rewritten."""
-        self._in_graphs = True
+        """Cast products one by one in graphs, too, which are not rewritten; those of functions are made anew."""
+        if not self._in_graphs:
+            self._in_graphs = True
+            self._traced_anew.enter_context(retracing.anew())
 
     def after_step(self) -> None:
         """Count the products of graphs where enough was seen."""
@@ -69,6 +72,7 @@ class Operations(Sampler):
         if self._collecting:
             context.disable_graph_collection()
         self._on = self._collecting = self._in_graphs = False
+        self._traced_anew.close()
         if self._only_graphs:
             self.recorder.sampled_steps = 1  # a graph is counted once, not once a step
 
