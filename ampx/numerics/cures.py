@@ -231,7 +231,7 @@ class Search:
             outside = entry.direction == "forward" and entry.operation and not _is_part(entry.module, kept)
             if not outside or mended is None or error_of(entry, exact.get(key)) <= WRONG:
                 continue
-            if is_low(mended) or family(entry.operation) != "mask":
+            if is_low(mended) or family(entry.operation) not in ("mask", "move"):
                 return is_low(mended) and error_of(mended, exact.get(key)) <= WRONG
         return False
 
@@ -323,7 +323,8 @@ def _before(readings: Sequence[Reading], taken: Sequence[str]) -> str | None:
 
 
 def _computes(entry: Reading) -> bool:
-    return bool(entry.operation) and family(entry.operation) != "cast"
+    """Return whether a value is of an operation that makes numbers, and neither casts nor moves them."""
+    return bool(entry.operation) and family(entry.operation) not in ("cast", "move")
 
 
 def _is_output(entry: Reading, modules: Sequence[str]) -> bool:

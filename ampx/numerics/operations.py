@@ -10,7 +10,7 @@ from typing import Final, Literal
 from .probe import Reading, Stats
 
 Family = Literal[
-    "cast", "division", "exponential", "logarithm", "loss", "mask", "matmul", "norm", "root", "sum", "other"
+    "cast", "division", "exponential", "logarithm", "loss", "mask", "matmul", "move", "norm", "root", "sum", "other"
 ]
 
 # Names as `normalised` leaves them, of PyTorch, TensorFlow, Keras, MXNet, PaddlePaddle and JAX.
@@ -28,6 +28,10 @@ _FAMILIES: Final[dict[Family, str]] = {
     "convolution conv1d conv2d conv3d convgeneraldilated conv mkldnnconvolution convolutionoverrideable "
     "scaleddotproductattention scaleddotproductflashattentionforcpu deconvolution inner tensordot addmv mv "
     "mkldnnlinear",
+    "move": "view unsafeview reshape squeeze unsqueeze expanddims transpose permute t swapaxes slice stridedslice "
+    "dynamicslice split unbind concat cat concatenate concatv2 stack pack unpack flatten detach alias clone identity "
+    "expand indim slicechannel reshape2 squeeze2 unsqueeze2 transpose2 tile pad flip rev stopgradient blockgrad "
+    "contiguous asstrided getitem",
     "norm": "layernorm nativelayernorm batchnorm nativebatchnorm cudnnbatchnorm groupnorm nativegroupnorm instancenorm "
     "rmsnorm fusedrmsnorm fusedbatchnorm nativebatchnormlegit l2normalize l2normalization normalize batchnormex "
     "syncbatchnorm lrn",

@@ -21,7 +21,7 @@ from ampx.errors import InvalidOptionError, TrialError
 from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import by_optimizer
 from ampx.run.program import WRONG_OPTIONS, Program, misplaced
-from ampx.run.recorder import SAMPLED_STEPS
+from ampx.run.recorder import SAMPLED_STEPS, names_of
 
 from .compare import ModuleError, module_errors, unscaled
 from .probe import Reading, Watching
@@ -164,7 +164,17 @@ class Outcome:
     @property
     def skipped(self) -> list[int]:
         """Numbers of the skipped steps, of all optimizers."""
-        return sorted(step for optimizer in self.run["optimizers"] for step in optimizer["skipped"])
+        own = ((turns, step) for turns, optimizer in self._by_turns() for step in optimizer["skipped"])
+        return sorted({turns[step - 1] if step <= len(turns) else step for turns, step in own})
+
+    def _by_turns(self) -> list[tuple[list[int], Mapping[str, Any]]]:
+        """Return each optimizer with the steps of the script that are its own, which it numbers; without if alone."""
+        optimizers = self.run["optimizers"]
+        if len(optimizers) == 1:
+            return [([], each) for each in optimizers]
+        name_of = {each["group"]: name for each, name in zip(optimizers, names_of(optimizers), strict=True)}
+        steps = {name: [at for at, turn in enumerate(self.losses_of, 1) if turn == name] for name in name_of.values()}
+        return [(steps[name_of[each["group"]]], each) for each in optimizers]
 
     @property
     def last_scale(self) -> float | None:
@@ -180,9 +190,11 @@ class Outcome:
         return [[loss for _, loss in points] for points in curves.values()]
 
     def scale_at(self, step: int) -> float:
-        """Return the loss scale of a step, of the first optimizer."""
-        for optimizer in self.run["optimizers"]:
-            moved = [scale for after, scale in optimizer["scales"] if after < step]
+        """Return the loss scale of a step, of the optimizer that made it; of the first where that is not known."""
+        by_turns = self._by_turns()
+        for turns, optimizer in [each for each in by_turns if step in each[0]] or by_turns[:1]:
+            own = turns.index(step) + 1 if step in turns else step
+            moved = [scale for after, scale in optimizer["scales"] if after < own]
             return float(moved[-1] if moved else optimizer["initial_scale"])
         return 1.0
 

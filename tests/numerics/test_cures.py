@@ -146,6 +146,17 @@ def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_
     assert diagnosis.why.startswith("the output of module 'a' loses precision in float16 that is needed later: the ")
 
 
+def test_the_layer_that_rounds_is_named_and_not_the_module_around_it_that_only_moves_its_numbers():
+    steps = [
+        ("critic.value", "add", lambda x: x + 2048),
+        ("critic", "squeeze", np.copy),
+        ("", "sub", lambda x: x - 2048),
+    ]
+    diagnosis, _ = Chain(steps, [0.3, 0.6, 0.7], promotes=("squeeze", "sub")).examine()
+    assert diagnosis.deny == ("module:critic.value",)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "critic.value")
+
+
 def test_a_module_that_returns_zero_of_what_it_rounded_is_named_and_not_the_logarithm_of_it():
     sigmoid = ("kept", "sigmoid", lambda x: 1 / (1 + np.exp(-x)))
     log = ("loss", "log", lambda x: -np.log(x))

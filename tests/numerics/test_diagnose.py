@@ -385,6 +385,7 @@ def test_a_constant_beyond_the_dtype_bears_on_a_mask_and_on_no_product(operation
         ("_to_copy convert_element_type Cast amp_cast", "cast"),
         ("native_layer_norm LayerNorm FusedBatchNormV3", "norm"),
         ("masked_fill_ select_n SelectV2 where", "mask"),
+        ("view squeeze_ ExpandDims _npi_transpose reshape2 concat StridedSlice broadcast_in_dim SliceChannel", "move"),
         ("sqrt linalg_vector_norm p_norm", "root"),
         ("log Log1p _npi_log _backward_log", "logarithm"),
         ("exp pow _backward__power_scalar _backward_broadcast_power", "exponential"),

@@ -231,3 +231,15 @@ def test_a_script_that_asks_a_question_fails_at_once_and_is_told_why(trial):
 def test_a_script_from_the_standard_input_is_refused_since_it_could_be_read_once_only():
     with pytest.raises(ampx.InvalidOptionError, match=r"'-' is the standard input.*Write the script to a file"):
         run_trial(Trial(Program("-", False, ()), RunSettings("float32")))
+
+
+def test_an_optimizer_s_own_numbers_of_steps_are_those_of_the_script_by_its_turns():
+    """Two optimizers in turn, as of a GAN: the first step of the second is the script's second."""
+    optimizers = [
+        {"group": group, "kind": kind, "place": "", "initial_scale": 8.0, "scales": scales, "skipped": skipped}
+        for group, kind, scales, skipped in [(1, "Adam", [], []), (2, "SGD", [(1, 4.0), (2, 2.0)], [1, 2])]
+    ]
+    outcome = Outcome({"optimizers": optimizers}, losses=(1.0,) * 6, losses_of=("Adam", "SGD") * 3)
+    assert outcome.skipped == [2, 4]
+    assert [outcome.scale_at(step) for step in range(1, 7)] == [8.0, 8.0, 8.0, 4.0, 8.0, 2.0]
+    assert replace(outcome, losses_of=()).skipped == [1, 2]
