@@ -30,7 +30,7 @@ from ampx.events import Event, ScaleCollapsed
 from ampx.plugins import default_registry
 from ampx.run.page import framework_versions
 from ampx.run.ranks import process_rank
-from ampx.run.recorder import names_of
+from ampx.run.recorder import names_by_group
 from ampx.run.supervisor import Finished, supervise
 
 from .batch import in_one_line
@@ -185,7 +185,7 @@ class TrialObserver:
             self.mistakes.append(sentence)
 
     def note(self, sentence: str) -> None:
-        """Note what could not be observed, or what is otherwise where it is, once."""
+        """Note what could not be observed, or what observing has changed, once."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
@@ -247,8 +247,7 @@ class TrialObserver:
         self._finish_block()  # of steps that a device told of after the end
         if report["steps"] and all(loss is None for loss in self.losses):
             self.note("This backend does not report losses.")
-        groups = [optimizer["group"] for optimizer in report["optimizers"]]
-        names = dict(zip(groups, names_of(report["optimizers"]), strict=True))
+        names = names_by_group(report["optimizers"])
         began = [(run.amp, backend) for run, backend in self._runs if run.amp is not None]
         native = {dtype for amp, backend in began for dtype in backend.device(amp.effective.device).native}
         return Outcome(

@@ -687,9 +687,10 @@ class _Look:
 
 
 def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]) -> _Look:
-    """Return the step that is diagnosed: of losses that part the one that `ampx diagnose` looks at, or else the first.
+    """Return the step that is diagnosed.
 
-    What is not finite, or was skipped, is looked at where it parts.
+    If losses differ, that is the step at which `ampx diagnose` looks, or the first that differs where some loss is not
+    finite or a step was skipped. If none differs, it is the first step.
     """
     parts_at = facts["parts_at"]
     broken = any(loss is not None and not math.isfinite(loss) for loss in low.losses)

@@ -54,7 +54,7 @@ class Change:
     @property
     def deny(self) -> tuple[str, ...]:
         """What is kept in float32, as entries of `deny` in a policy file."""
-        return (*map(entry_of, dict.fromkeys(self.float32)), *self.operations)
+        return (*map(entry_in_every_model, dict.fromkeys(self.float32)), *self.operations)
 
     def __str__(self) -> str:
         """Name the change."""
@@ -70,8 +70,8 @@ class Change:
         return ", ".join(words)
 
 
-def entry_of(module: str) -> str:
-    """Return the entry of `deny` that keeps a module in float32 in every model, as is tried; or a whole model."""
+def entry_in_every_model(module: str) -> str:
+    """Return the entry of `deny` that keeps modules of a name in float32, in every model; or a whole model."""
     return f"{MODULE}{module.rpartition(':')[2] or module}"
 
 

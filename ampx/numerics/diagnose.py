@@ -10,19 +10,19 @@ from typing import Any, Final
 
 from ampx.backend import MODULE, prepare_line
 from ampx.errors import AmpxError
-from ampx.formats import FORMATS, digits_of
+from ampx.formats import FORMATS
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
 from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault
 from .chain import Link, chain
 from .compare import unscaled
-from .cures import PRECISION, Again, Change, Experiment, Search, entry_of
+from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model
 from .operations import normalised
 from .places import WRONG, Place, key_of, last_finite
 from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
-from .tune import kept_in_float32
+from .tune import kept_in_float32, rounded_alone
 
 # Elements of each value that are compared with float32's.
 SAMPLES: Final = 1024
@@ -164,7 +164,7 @@ def _denied(modules: Iterable[str], setting: _Setting, tried: bool) -> str:
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
     """
     parts = {name: name.rpartition(":") for name in modules}
-    in_a_file = list(dict.fromkeys(map(entry_of, parts)))
+    in_a_file = list(dict.fromkeys(map(entry_in_every_model, parts)))
     entries = [f"{MODULE}{name}" for _, _, name in parts.values() if name]
     models = list(dict.fromkeys(kind for kind, _, _ in parts.values() if kind))
     keeps = _keeps(parts, tried)
@@ -454,7 +454,7 @@ def diagnose(
             changed = batch.casting(change.dtype or chosen, level, allow, (*deny, *change.operations))
             forced = {**changed.forced, **kept_in_float32(change.float32, modules)}
             if change.rounded:
-                forced |= dict.fromkeys(kept_in_float32((change.rounded,), modules), digits_of(change.bits))
+                forced |= rounded_alone(change.rounded, modules, change.bits)
             return batch.run(replace(changed, forced=forced), scale if change.scale is None else change.scale, watching)
         except Exception as error:  # of the framework, which does not refuse float32
             return Refusal(in_one_line(error), batch.read_before_error)

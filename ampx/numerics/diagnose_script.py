@@ -346,10 +346,10 @@ class Runs:
             outcome = self.run("without updates", {"watched": (self._step,)}, **unscalable)
         except TrialError:
             return growth
-        loss = _loss(outcome, self._step)
-        if set(range(1, self._step)) <= set(outcome.skipped) and math.isfinite(loss):
+        loss, has_updates = _loss(outcome, self._step), set(range(1, self._step)) - set(outcome.skipped)
+        if not has_updates and math.isfinite(loss):
             return replace(growth, untrained=loss)
-        return growth if set(range(1, self._step)) - set(outcome.skipped) or low.dtype != "float16" else None
+        return growth if has_updates or low.dtype != "float16" else None
 
     def run(self, words: str, trial: Mapping[str, Any] | None = None, **settings: Any) -> Outcome:
         """Run the script with changes to the trial and to its settings."""

@@ -103,7 +103,7 @@ def _is_new(entry: Reading, healthy: Mapping[Key, Reading]) -> bool:
 
 
 def _is_handed_on(entry: Reading, healthy: Mapping[Key, Reading]) -> bool:
-    """Return whether a value is made of what was not finite before, by what a healthy run does without.
+    """Return whether an operation that a healthy run does not have only passes on what was not finite before it.
 
     Casts do so, and the division of gradients by the loss scale.
     """

@@ -127,8 +127,7 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
         parts.append(page.paragraph(report["verdict"], verdict=True))
     for facts in report["dtypes"].values():
         parts += [page.paragraph(line, verdict=True) for line in facts["verdict"].splitlines()]
-        if facts["fault"] and facts["fault"]["advice"]:
-            parts += [page.heading("What to do"), page.code(facts["fault"]["advice"].splitlines())]
+        parts += _lines_of_code(facts["fault"]["advice"]) if facts["fault"] else []
     parts += _loss_parts("Loss", *_losses(report))
     parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
     if meters := meter_rows(report):
@@ -302,9 +301,11 @@ def _what_to_do(diagnosis: Mapping[str, Any]) -> list[str]:
     if diagnosis["chain"]:
         head = ("on the way, from what agrees", "operation", "value", "in float32", "off by")
         parts.append(page.table(head, [_link(link) for link in diagnosis["chain"]]))
-    if diagnosis["advice"]:
-        parts += [page.heading("What to do"), page.code(diagnosis["advice"].splitlines())]
-    return parts
+    return [*parts, *_lines_of_code(diagnosis["advice"])]
+
+
+def _lines_of_code(advice: str) -> list[str]:
+    return [page.heading("What to do"), page.code(advice.splitlines())] if advice else []
 
 
 def _bracket(diagnosis: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from ampx.errors import InvalidOptionError, TrialError
 from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import by_optimizer
 from ampx.run.program import WRONG_OPTIONS, Program, misplaced
-from ampx.run.recorder import SAMPLED_STEPS, names_of
+from ampx.run.recorder import SAMPLED_STEPS, names_by_group
 
 from .compare import ModuleError, module_errors, unscaled
 from .probe import Reading, Watching
@@ -172,7 +172,7 @@ class Outcome:
         optimizers = self.run["optimizers"]
         if len(optimizers) == 1:
             return [([], each) for each in optimizers]
-        name_of = {each["group"]: name for each, name in zip(optimizers, names_of(optimizers), strict=True)}
+        name_of = names_by_group(optimizers)
         steps = {name: [at for at, turn in enumerate(self.losses_of, 1) if turn == name] for name in name_of.values()}
         return [(steps[name_of[each["group"]]], each) for each in optimizers]
 

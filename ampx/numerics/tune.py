@@ -310,10 +310,9 @@ def kept_in_float32(names: Iterable[str], modules: Sequence[str]) -> dict[str, s
     return forced
 
 
-def rounded_alone(name: str, modules: Sequence[str], dtype: str) -> dict[str, str]:
-    """Return what `Probe.force` takes to round what a module, and all inside it, take and return, in float32."""
-    digits = digits_of(FORMATS[dtype].bits)
-    return dict.fromkeys(kept_in_float32([name], modules), digits)
+def rounded_alone(name: str, modules: Sequence[str], bits: int) -> dict[str, str]:
+    """Return what `Probe.force` takes to round what a module, and all inside it, take and return to so many bits."""
+    return dict.fromkeys(kept_in_float32([name], modules), digits_of(bits))
 
 
 def slow_modules(low: Sequence[Sequence[Reading]], wide: Sequence[Sequence[Reading]]) -> dict[str, tuple[float, float]]:
@@ -448,7 +447,7 @@ class Search(abc.ABC, Generic[Run]):
         scale: The loss scale of runs in the dtype; it falls where gradients overflow.
         smallest_scale: What it falls to: with less, gradients would flush, which is tried once.
         runs: How many runs were made.
-        ended: All runs were made that so many entries may take, before all was tried that might be smaller.
+        ended: The search has used up its runs; smaller sets were left untried.
         simulated: Values are rounded where modules take and return them, and operations compute in float32.
         for_inference: The output counts, and gradients do not.
         modules: Names of all modules, in order of execution.
@@ -591,9 +590,9 @@ class Search(abc.ABC, Generic[Run]):
         return not self.judged(kept)
 
     def does_without(self, fewer: Kept) -> bool:
-        """Return whether a result may be one that has an entry less than another: it passes, and in time.
+        """Return whether a set with an entry less than the result passes, within the runs that so few entries may take.
 
-        So it does by chance only, where the other was found to be smallest; without it that is shown to be needed.
+        Where the result is a smallest set, it does so only by chance. Where it fails, the entry is shown to be needed.
         """
         passes = self.passes(fewer, len(fewer.entries) + 1)
         in_time = self.affords(len(fewer.entries), 0)
@@ -795,12 +794,11 @@ def searched(search: Search[Any], repeats: int) -> TunedPolicy:
 
 
 def _as_far(search: Search[Any], kept: Kept, policy: TunedPolicy) -> TunedPolicy:
-    """Return the policy, with a word about a search that ended before all was tried."""
+    """Return the policy, with a word about a search that has used up its runs."""
     if not search.ended:
         return policy
-    ended = f"{policy.reasons['dtype']}; the search ended after {search.runs} runs, before all was tried that may do"
-    if kept != NOTHING:
-        ended += " with less in float32, or with what is at fault alone"
+    untried = "a set that was not tried may do" if kept == NOTHING else "less in float32, or only what fails, may do"
+    ended = f"{policy.reasons['dtype']}; the search ended after {search.runs} runs, the most that it takes: {untried}"
     return replace(policy, reasons={**policy.reasons, "dtype": ended})
 
 
@@ -817,7 +815,7 @@ def _smallest(search: Search[Any]) -> tuple[Kept | None, bool]:
     if kept is not None:
         kept = _narrowed(search, kept.modules, [""])
         return (None, True) if "" in kept.modules else (kept, False)
-    # What the last module returns is float32 then; that of others would hide what fails.
+    # With the last module in float32 its output is, too. With another one in float32, what fails would be hidden.
     return needed(search, search.order[:1]) if outside else None, whole
 
 
@@ -971,7 +969,7 @@ class _BatchSearch(Search[_Replay]):
         return Distance(comparison.loss_error, values=[entry for entry in outputs if entry.direction == "forward"])
 
     def fails_rounded(self, module: str) -> bool:
-        forced = rounded_alone(module, self.modules, self.dtype)
+        forced = rounded_alone(module, self.modules, FORMATS[self.dtype].bits)
         return bool(self.failure(self.tried(replace(FLOAT32, forced=forced), self.watching)))
 
     def look(self, kept: Kept | None, step: int) -> Seen:

@@ -238,7 +238,7 @@ class _ScriptSearch(Search[Outcome]):
         return Seen(Replayed(0.0 if loss is None else loss, {}, {}), readings, step in run.skipped, largest)
 
     def fails_rounded(self, module: str) -> bool:
-        forced = rounded_alone(module, self.modules, self.dtype)
+        forced = rounded_alone(module, self.modules, FORMATS[self.dtype].bits)
         return bool(self.failure(self.run(replace(self.wide, forced=forced, may_raise=True))))
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:

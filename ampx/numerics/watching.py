@@ -98,7 +98,7 @@ class Log:
         return entry
 
     def sort(self) -> None:
-        """Put gradients that came one behind the other into the reverse of the order in which values were computed."""
+        """Sort gradients that were noted in a row: that of the value that was computed last comes first."""
         runs = itertools.groupby(self._entries, key=lambda entry: entry.behind > 0)
         self._entries = [entry for _, run in runs for entry in sorted(run, key=lambda entry: -entry.behind)]
 

@@ -105,6 +105,11 @@ def names_of(optimizers: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
+def names_by_group(optimizers: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """Return the name of each optimizer by its group."""
+    return {optimizer["group"]: name for optimizer, name in zip(optimizers, names_of(optimizers), strict=True)}
+
+
 @dataclass
 class MeterRecord:
     """What the meter of one optimizer saw, update by update that it looked at."""
@@ -164,7 +169,7 @@ class Observer(Protocol):
         """Note what the script itself does wrong, with its line."""
 
     def note(self, sentence: str) -> None:
-        """Note what could not be observed, or what is otherwise where it is."""
+        """Note what could not be observed, or what observing has changed."""
 
     def observing(self, run: Run, backend: Backend) -> AbstractContextManager[Any]:
         """Return a region that is entered when a framework is automated, and left before it is so no more."""
@@ -413,7 +418,7 @@ class Recorder:
     def to_json(self) -> dict[str, Any]:
         """Return all of it as plain JSON types. Sync: one a loss that was kept."""
         optimizers = [{**record.to_json(), "group": group} for group, record in sorted(self.optimizers.items())]
-        names = dict(zip(sorted(self.optimizers), names_of(optimizers), strict=True))
+        names = names_by_group(optimizers)
         points = [] if self.curve is None else self.curve.points()
         return {
             "schema": SCHEMA,

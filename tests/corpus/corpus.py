@@ -24,8 +24,8 @@ of ours sees the case:
   core's, and other frameworks show in scripts of their own tests that `diagnose` gets from them what it needs;
 - `held_out`: written after the tools, by one who had not read them, when the rules were found on the other cases. The
   page says how the tools did at the first run over these; rules were changed since for some of them;
-- `healthy_by_run`: it fails in the framework's own mixed precision only. `ampx run` casts less of it, and then it was
-  measured to train as in float32: who names a fault accuses it, as a twin;
+- `healthy_by_run`: it fails in the framework's own mixed precision only. `ampx run` casts less of it, and trains it
+  as in float32, as was measured: a tool that names a fault in it accuses it, as it would a twin;
 - `seen`: what `native_FRAMEWORK.py` measured of it, with the framework's own mixed precision and without ampx.
 
 `score.py` runs tools over cases and twins and judges what they say:

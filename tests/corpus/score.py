@@ -387,7 +387,7 @@ refused on a CPU, and one of MXNet failed by a fault of the test kit. The rows b
 No mark: not run. ○ is the best that other tools reach, which give no advice.
 
 - `tune` is right, too, where float32 itself fails and it says so. It is wrong if the script does not train by its
-  policy as in float32, or if that keeps in float32 what is not at fault, and does not say for what it is kept that is.
+  policy as in float32, or if the policy keeps in float32 what is not at fault, unless its reason there names what is.
 - `compare` is right if the module that it says is at fault is; where none is, if it names none; where float32 fails,
   if it says so.
 - Other tools are judged by the module or the line that they name; where only a module of a library is at fault, any

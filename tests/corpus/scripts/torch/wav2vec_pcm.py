@@ -1,4 +1,4 @@
-"""Wav2Vec2 on audio as 16-bit numbers that nobody divided by 32768: its first convolution is beyond 65504."""
+"""Wav2Vec2 on audio as 16-bit numbers, not divided by 32768: its first convolution is beyond 65504."""
 
 import json
 import sys
