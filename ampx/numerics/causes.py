@@ -22,6 +22,7 @@ from .places import (
     flushes,
     is_low,
     is_mask_constant,
+    is_origin,
     is_wrong,
     key_of,
     masked_whole,
@@ -726,7 +727,7 @@ def _makes_nan(place: Reading) -> bool:
 
 def _nothing_computed(readings: Sequence[Reading]) -> bool:
     """Return whether no operation makes what is not finite of what is."""
-    return not any(entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite for entry in readings)
+    return not any(map(is_origin, readings))
 
 
 def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:

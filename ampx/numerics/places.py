@@ -62,11 +62,20 @@ def key_of(reading: Reading) -> Key:
 def of_the_step(readings: Sequence[Reading]) -> tuple[Reading, ...]:
     """Leave out what is computed before the first module and behind the last backward: initializers and optimizers.
 
-    Where no module computes, it is not known where the step begins, and nothing is left out in front.
+    Where no module computes, it is not known where the step begins, and nothing is left out in front. Where the step
+    receives what is not finite, it begins with the operation that made it, if any did: the script prepares a batch.
     """
     first = next((position for position, entry in enumerate(readings) if entry.module or entry.kind), 0)
+    broken = next((entry for entry in readings[first:] if entry.value.nonfinite or entry.inputs.nonfinite), None)
+    if broken is not None and broken.inputs.nonfinite:
+        first = next((position for position, entry in enumerate(readings[:first]) if is_origin(entry)), first)
     backward = [position for position, entry in enumerate(readings) if entry.direction == "backward"]
     return tuple(readings[first : backward[-1] + 1 if backward else None])
+
+
+def is_origin(entry: Reading) -> bool:
+    """Return whether an operation makes what is not finite of what is."""
+    return bool(entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite)
 
 
 def outermost(readings: Sequence[Reading], module: str = "") -> Reading | None:

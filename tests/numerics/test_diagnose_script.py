@@ -191,6 +191,23 @@ def test_what_initializers_and_optimizers_compute_is_no_part_of_the_step():
     assert of_the_step([read("square"), read("log")]) == (read("square"), read("log"))  # no module computes
 
 
+def test_a_batch_that_the_script_itself_prepares_is_part_of_the_step_where_it_is_not_finite():
+    def read(operation, nan, received, kind=""):
+        stats = [Stats(96, nonfinite=count, nan=count, largest=2.0) for count in (nan, received)]
+        return Reading("", kind, operation, "forward", 0, "float32", *stats)
+
+    product = read("MatMul", 96, 16, "Forecast")
+    step = (read("RealDiv", 16, 0), read("Cast", 16, 16), product, read("", 96, 16, "Forecast"))
+    assert of_the_step([read("uniform", 0, 0), read("Sub", 0, 0), *step]) == step
+    division = fails_in_float32(*of_the_step([read("Sub", 0, 0), *step]))
+    assert (division.kind, division.place.operation) == ("division", "RealDiv")
+    batch = fails_in_float32(*of_the_step(step[1:]))
+    assert (batch.kind, batch.place.operation) == ("data", "MatMul")  # no operation made it
+
+    sound = (read("MatMul", 0, 0, "Forecast"), read("", 0, 0, "Forecast"), read("log", 96, 0))
+    assert of_the_step([read("RealDiv", 1, 0), *sound]) == sound  # of a metric, say
+
+
 def test_an_infinity_that_becomes_a_finite_number_is_no_failure():
     """The scores of a causal attention have one, whether a mask is filled in or added."""
 
