@@ -442,21 +442,11 @@ def find_fault(
     if growth is not None:
         why = f"{growth}; {dtype} only fails first"
         return Fault("learning rate", why, low.readings, first_failing(low.readings, exact))
+    if settled is not None and settled.finite:
+        return forward or flush_fault(settled, reference, dtype) or _of_scale(low, exact, scale)
     at_place = _of_place(low, exact, dtype, scale)
     # Gradients that only overflow may do so for what is wrong in the forward pass, which is asked about first.
-    if forward is not None and at_place.kind == "overflow":
-        return forward
-    of_scale = None if settled is None else _of_settled(low, settled, reference, exact, dtype, scale)
-    return of_scale or at_place
-
-
-def _of_settled(
-    low: Seen, settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float
-) -> Fault | None:
-    """Say what a smaller loss scale has shown; None where the gradients overflow there as well."""
-    if not settled.finite:
-        return None
-    return flush_fault(settled, reference, dtype) or _of_scale(low, exact, scale)
+    return forward if forward is not None and at_place.kind == "overflow" else at_place
 
 
 def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Fault:

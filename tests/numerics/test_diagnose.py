@@ -183,6 +183,26 @@ def test_a_backward_pass_that_overflows_is_told_from_a_scale_that_is_too_large()
     assert (scaled.kind, scaled.precision_is_innocent) == ("loss scale", True)
 
 
+def test_a_scale_that_is_too_large_is_not_why_a_forward_pass_is_wrong():
+    """`1 - x * x` of an `x` that rounds to 1 is zero; only the loss scale makes a sum on the way back overflow."""
+
+    def run(dtype, difference, loss, largest):
+        forward = (sampled("rsub", [1.0, 0.996], difference, dtype), sampled("", [1.0, 1.0], [loss, loss], dtype))
+        slope = read("sum", [largest / 64] * 64, [largest], "critic", "backward", dtype)
+        return seen(*forward, slope, loss=loss, gradients=[largest])
+
+    low, settled, reference = (
+        run(*values)
+        for values in (
+            ("float16", [0.0, 0.004], 9.0, math.inf),
+            ("float16", [0.0, 0.004], 9.0, 64.0),
+            ("float32", [3e-3, 0.004], 6.0, 64.0),
+        )
+    )
+    fault = find_fault(low, reference, "float16", 1e3, settled)
+    assert (fault.kind, fault.place.operation, fault.stays_finite) == ("digits", "rsub", True)
+
+
 def test_the_derivative_of_a_root_at_zero_is_told_by_the_forward_pass():
     root = read("sqrt", [0.0, 1.0], [0.0, 1.0])
     failing = seen(root, read("div", [1.0], [math.inf], direction="backward"), gradients=[math.nan])
