@@ -16,13 +16,13 @@ from ampx.run.program import Program
 
 from .batch import INIT_SCALE, Refusal, Seen, plain, scaled
 from .causes import Growth, loss_error
-from .compare import MARGIN, bound, module_errors, unscaled
+from .compare import bound, module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, examined
 from .meter import LOST
 from .places import WRONG, Place, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
-from .tolerance import percent, rounding
+from .tolerance import Distance, by_rounding, percent, rounding
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
 from .tune import kept_in_float32
 
@@ -186,8 +186,10 @@ class Parting:
             apart = losses_off(*noise())
         except TrialError:
             return cls(off)
-        noises = zip(apart, itertools.accumulate(apart.values(), max), strict=True)
-        return cls(off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in noises})
+        noises = zip(off, itertools.accumulate((apart.get(step, math.inf) for step in off), max), strict=True)
+        limits = {step: max(least, by_rounding(low.dtype, Distance(noise)).loss) for step, noise in noises}
+        # The weights of the first step are the same: if rounding alone moves its loss so far, rounding is the fault.
+        return cls(off, limits if limits.get(1) != WRONG else {**limits, 1: least})
 
     def limit(self, step: int) -> float:
         """Return how far the loss of a step may be off."""

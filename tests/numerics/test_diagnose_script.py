@@ -383,6 +383,16 @@ def test_a_loss_is_wrong_that_is_further_off_than_rounding_moves_it(noise, step)
     assert ("Nothing failed" in result["verdict"]) == (noise == 0.01)
 
 
+@pytest.mark.parametrize(("noise", "step"), [(0.01, 3), (0.06, 1), (math.inf, 1)])
+def test_rounding_that_breaks_the_first_step_by_itself_excuses_nothing_there(noise, step):
+    """Losses are off by 2 % and later by 7 %: less than eight times 1 %, and eight times 6 % is beyond all that may be.
+
+    Of the first step weights are the same, so that no other way of training explains what it is off by.
+    """
+    _, result = trains((1.02, 1.0, 0.93), (1.0, 1.0, 1.0), noise=noise)
+    assert result["looked_at"] == step
+
+
 def test_of_skipped_steps_the_first_in_the_last_row_is_looked_at_where_no_loss_scale_is_why():
     diagnosis, result = trains((1.0,) * 6, (1.0,) * 6, skipped=(1, 4, 5, 6))
     assert (result["step"], result["fault"], diagnosis.kind) == (4, "skipped", "overflow")
