@@ -18,7 +18,7 @@ from .batch import INIT_SCALE, Refusal, Seen, plain, scaled
 from .causes import Growth, loss_error
 from .compare import bound, module_errors, unscaled
 from .cures import Change
-from .diagnose import SAMPLES, Diagnosis, examined
+from .diagnose import SAMPLES, Diagnosis, Setting, Suspect, examined
 from .meter import LOST
 from .places import WRONG, Place, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
@@ -324,12 +324,16 @@ class Runs:
         exact_step = _of_values(exact_step, reference.scale_at(step))
         # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
         fails = isinstance(low_step, Refusal) or not low_step.finite
-        growth = self._growth(low) if fails else None
-        failing = exact_step if reference is low else low_step
-        scale = self._scale(low)
-        finds, parts = low.prepare_finds_modules, self._parting.is_wrong(step)
-        diagnosis = examined(failing, exact_step, dtype, scale, self.changed, growth, self.compared, finds, parts)
-        return diagnosis, reference
+        batch = Suspect(
+            exact_step if reference is low else low_step,
+            exact_step,
+            Setting(dtype, self._scale(low), low.prepare_finds_modules),
+            self.changed,
+            self.compared,
+            growth=self._growth(low) if fails else None,
+            parts=self._parting.is_wrong(step),
+        )
+        return examined(batch), reference
 
     def _scale(self, low: Outcome) -> float:
         """Return the loss scale of the step; that with which training begins where the script raised before that."""
