@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ampx.errors import TrialError
 from ampx.formats import digits_of
@@ -148,7 +149,7 @@ def _look_where_losses_part(
             progress(f"{trial.program.name}: {first.steps} steps in float32, whose losses are compared …")
             settings = replace(trial.settings, dtype="float32")
             same = replace(trial, settings=settings, steps=first.steps, stop_at_fault=False)
-            parting = Parting.of(run(same), first, lambda: rounded(same, first.dtype, run, progress))
+            parting = Parting.of(run(same), first, noise_of(same, first.dtype, run, progress))
         step = parting.step(first)
         if step is None:
             return None, _report(trial, first, notes)
@@ -171,21 +172,19 @@ class Parting:
     limits: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, exact: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]) -> Parting:
+    def of(cls, exact: Outcome, low: Outcome, noise: Noise) -> Parting:
         """Return it, with its limits where some loss may be wrong, and none is wrong by any measure.
 
         Args:
             exact: The run in float32.
             low: The run.
-            noise: Returns two runs that differ by rounding alone, see `rounded`.
+            noise: What rounding alone does to the script.
         """
         off, least = losses_off(exact, low), bound(low.dtype, 0)
-        if not least < max(off.values(), default=0.0) <= WRONG:
+        runs = noise() if least < max(off.values(), default=0.0) <= WRONG else None
+        if runs is None:
             return cls(off)
-        try:
-            apart = losses_off(*noise())
-        except TrialError:
-            return cls(off)
+        apart = losses_off(*runs)
         noises = zip(off, itertools.accumulate((apart.get(step, math.inf) for step in off), max), strict=True)
         limits = {step: max(least, by_rounding(low.dtype, Distance(noise)).loss) for step, noise in noises}
         # The weights of the first step are the same: if rounding alone moves its loss so far, rounding is the fault.
@@ -210,20 +209,35 @@ class Parting:
         return next(filter(self.is_wrong, self.off), furthest)
 
 
-def rounded(trial: Trial, dtype: str, run: Callable[[Trial], Outcome], progress: Callable[[str], Any]) -> list[Outcome]:
-    """Run a script twice in float32, which rounds what modules take and return to the digits of a dtype, or one less.
+# Returns two runs that differ by rounding alone; None where one cannot be made.
+Noise: TypeAlias = Callable[[], "Sequence[Outcome] | None"]
+
+
+def noise_of(trial: Trial, dtype: str, run: Callable[[Trial], Outcome], progress: Callable[[str], Any]) -> Noise:
+    """Return what runs a script twice in float32, which rounds what modules take and return; it does so once.
+
+    One run rounds to the digits of a dtype, the other to one less.
 
     Args:
-        trial: A run in float32.
+        trial: A run of it.
         dtype: The low precision.
         run: Runs a trial.
         progress: Is called with what is done now.
     """
-    outcomes = []
-    for seed in range(2):
-        progress(f"{trial.program.name} in float32, rounded as {dtype} …")
-        outcomes.append(run(replace(trial, forced=rounding(dtype, seed))))
-    return outcomes
+    exact = replace(trial, settings=replace(trial.settings, dtype="float32"))
+
+    @functools.cache
+    def noise() -> list[Outcome] | None:
+        outcomes = []
+        for seed in range(2):
+            progress(f"{trial.program.name} in float32, rounded as {dtype} …")
+            try:
+                outcomes.append(run(replace(exact, forced=rounding(dtype, seed))))
+            except TrialError:
+                return None
+        return outcomes
+
+    return noise
 
 
 def losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
