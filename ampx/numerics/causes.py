@@ -16,6 +16,7 @@ from .places import (
     WRONG,
     Key,
     Place,
+    by_key,
     error_of,
     first_failing,
     first_wrong,
@@ -23,11 +24,11 @@ from .places import (
     is_low,
     is_mask_constant,
     is_origin,
-    is_wrong,
     key_of,
     masked_whole,
     outermost,
     overflow_by_hand,
+    wrong_values,
 )
 from .probe import Reading, Stats
 from .risks import flushed_gradients
@@ -433,8 +434,8 @@ def find_fault(
         settled: The batch in that precision at a loss scale that its gradients fit, where that was tried.
         growth: How far training has diverged; None where it has not, or where nothing is known of earlier steps.
     """
-    exact = {key_of(entry): entry for entry in reference.readings}
-    forward = None if dtype == "float32" else _of_finite(low, reference, exact, dtype)
+    exact = by_key(reference.readings)
+    forward = _of_finite(low, reference, exact, dtype)
     if low.finite:
         return forward or _of_hand(reference)
     if not reference.finite and settled is None:
@@ -485,7 +486,7 @@ def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
 
 def flush_fault(settled: Seen, reference: Seen, dtype: str) -> Fault | None:
     """Say that gradients are zero at the loss scale that the largest of them fit; None where they are not."""
-    exact = {key_of(entry): entry for entry in reference.readings}
+    exact = by_key(reference.readings)
     flushed = lost_gradients(settled, reference)
     if not flushed:
         return None
@@ -514,14 +515,9 @@ def first_flushed(seen: Seen, exact: Mapping[Key, Reading]) -> int | None:
 
 def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Fault | None:
     """Return the first gradient of a value that is wrong, of a batch whose forward pass is right; None for none."""
-    exact = {key_of(entry): entry for entry in reference.readings}
+    exact = by_key(reference.readings)
     readings = unscaled(low.readings, scale)
-    wrong = (
-        position
-        for position, entry in enumerate(readings)
-        if entry.direction == "backward" and is_wrong(entry, exact.get(key_of(entry)), dtype, position)
-    )
-    position = next(wrong, None)
+    position = next(iter(wrong_values(readings, exact, dtype, "backward")), None)
     if position is None:
         return None
     place, other = low.readings[position], exact[key_of(readings[position])]

@@ -19,7 +19,7 @@ from .chain import Link, chain
 from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model
 from .operations import normalised
-from .places import WRONG, Place, key_of, last_finite
+from .places import WRONG, Place, by_key, last_finite
 from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
 from .tune import kept_in_float32, rounded_alone
@@ -343,12 +343,8 @@ def _concluded(batch: Suspect, fault: Fault | None, trials: _Trials | None) -> D
     low = batch.low if isinstance(batch.low, Seen) else None
     fault = fault or Fault("healthy", f"the loss and all gradients are finite in {setting.dtype}")
     fails = not reference.finite and not fault.by_hand
-    cure, experiments, links = None, [], _links(fault, low, reference, setting)
-    if trials is not None:
-        search = Search(fault, trials.compared, setting.dtype, trials.again, trials.scale)
-        cure, experiments = search.cure(trials.seen), search.experiments
-        if cure is not None and search.producer:
-            fault = _of_producer(fault, search.producer, setting.dtype)
+    links = _links(fault, low, reference, setting)
+    fault, cure, experiments = _tried(fault, setting.dtype, trials)
     place, position = fault.place, fault.position
     return Diagnosis(
         fault.kind,
@@ -369,12 +365,22 @@ def _concluded(batch: Suspect, fault: Fault | None, trials: _Trials | None) -> D
     )
 
 
+def _tried(fault: Fault, dtype: str, trials: _Trials | None) -> tuple[Fault, Change | None, list[Experiment]]:
+    """Return a fault, of the module that produces it, what cures it, and what was tried for that."""
+    if trials is None:
+        return fault, None, []
+    search = Search(fault, trials.compared, dtype, trials.again, trials.scale)
+    cure = search.cure(trials.seen)
+    if cure is not None and search.producer:
+        fault = _of_producer(fault, search.producer, dtype)
+    return fault, cure, search.experiments
+
+
 def _links(fault: Fault, low: Seen | None, reference: Seen, setting: Setting) -> tuple[Link, ...]:
     """Return what leads to the place of a fault, where that is a value in low precision."""
     if low is None or fault.position is None or fault.readings is not low.readings or low is reference:
         return ()
-    exact = {key_of(entry): entry for entry in reference.readings}
-    return chain(unscaled(low.readings, setting.scale), fault.position, exact, setting.dtype)
+    return chain(unscaled(low.readings, setting.scale), fault.position, by_key(reference.readings), setting.dtype)
 
 
 _OF_CONSTANTS: Final = ("mask", "epsilon", "division", "logarithm")

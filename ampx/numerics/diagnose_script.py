@@ -21,7 +21,7 @@ from .compare import bound, module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, Setting, Suspect, examined
 from .meter import LOST
-from .places import WRONG, Place, cast_by_hand, key_of, of_the_step, outermost
+from .places import WRONG, Place, by_key, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
 from .tolerance import Distance, by_rounding, percent, rounding
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
@@ -697,7 +697,7 @@ class _Look:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types."""
         readings = self.low.readings.get(self.step, ())
-        exact = {key_of(entry): entry for entry in self.exact}
+        exact = by_key(self.exact)
         return {
             "step": self.step if self.fails else None,
             "looked_at": self.step,
