@@ -718,7 +718,7 @@ def _fault(
         return None, None
     place = diagnosis.first_nonfinite
     cures = [str(experiment) for experiment in diagnosis.experiments if experiment.cures]
-    said = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
+    said = {"kind": diagnosis.kind, "why": diagnosis.why, "place": plain(place), "by_hand": diagnosis.by_hand}
     said |= {"cure": cures[-1] if cures else None, "advice": diagnosis.advice, "deny": diagnosis.deny}
     fault = {"step": step, **said}
     # What float32 computes alike does not differ. Outside of all modules, or of the model as a whole, none is named.

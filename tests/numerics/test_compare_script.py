@@ -382,6 +382,7 @@ def test_what_the_script_itself_casts_and_overflows_is_named_though_losses_agree
 
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
     assert (facts["fault"]["by_hand"], facts["fault"]["kind"], facts["modules"]["first"]) == (True, "overflow", None)
+    assert facts["fault"]["place"]["operation"] == "square"
     assert (
         "float32 itself overflows where the script casts by hand: check this before you rely on it." in facts["verdict"]
     )
