@@ -123,7 +123,8 @@ class Phase:
             tolerance = 2.0**-24 * (len(begin.view(-1)) ** 0.5 * moved + 4 * begin.abs().max().item())
             limit = tolerance if self.clip else 0.0
             assert moved > 0
-            assert (ours - theirs).abs().max().item() <= limit, (ours, theirs)
+            apart = (ours - theirs).abs().max().item()
+            assert apart <= limit, f"weights of the two ways are {apart:.3g} apart, and at most {limit:.3g} was expected"
 
 
 def measure(count: int, shape: tuple[int, ...], optimizer: str, clip: bool, pairs: int, device: str = "cpu") -> Ratio:

@@ -147,6 +147,9 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
 
 def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> bool:
     """Run torch's own kernel on gradients of one device and dtype; return whether some were sparse."""
+    if gradients[0].dtype is torch.bfloat16 and not gradients[0].is_cpu:
+        _unscale_bfloat16(gradients, flag, reciprocal)
+        return False
     if gradients[0].is_complex():  # the kernel takes real ones; compiled steps do not come to an `except` of ours
         gradients = [_plain_values(gradient) for gradient in gradients]
     try:
@@ -159,6 +162,17 @@ def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: 
             raise
         torch._amp_foreach_non_finite_check_and_unscale_(plain, flag, reciprocal)
         return True
+
+
+def _unscale_bfloat16(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> None:
+    """Do in several kernels what torch's own does: it has none for bfloat16 on GPUs (pytorch/pytorch#127176)."""
+    plain = [_plain_values(gradient) for gradient in gradients if gradient.numel()]
+    # Of a sharded gradient (DTensor) this process's part: a norm of all parts would wait for the other processes.
+    plain = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in plain]
+    if plain:
+        norms = torch.stack(torch._foreach_norm(plain, math.inf))
+        torch.maximum(flag, (~torch.isfinite(norms)).any().float(), out=flag)
+        torch._foreach_mul_(plain, reciprocal)
 
 
 def _plain_values(gradient: torch.Tensor) -> torch.Tensor:

@@ -229,6 +229,17 @@ bool waits_for_the_device(const std::string& name, const IValue* arguments) {
   return READS.count(name);
 }
 
+// CUDA's kernel is compiled for float32, float64 and float16 (seen with torch 2.11 on an H200; pytorch/pytorch#127176).
+void refuse_bfloat16(const std::string& name, const IValue* arguments) {
+  if (name == "aten::_amp_foreach_non_finite_check_and_unscale_") {
+    for (const Tensor& gradient : arguments[0].toTensorVector()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          gradient.scalar_type() != kBFloat16,
+          "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'");
+    }
+  }
+}
+
 // Softmax of float16 with results in float32 is one kernel on GPUs and none on CPUs, nor is its derivative.
 void widen_softmax(const std::string& name, IValue* arguments) {
   if ((name == "aten::_softmax" || name == "aten::_log_softmax") && arguments[2].toBool()) {
@@ -253,6 +264,7 @@ void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (waits) {
     count_sync(name);
   }
+  refuse_bfloat16(name, stack->data() + first);
   widen_softmax(name, stack->data() + first);
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   call.follow();
