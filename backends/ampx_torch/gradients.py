@@ -106,9 +106,9 @@ class GradientSet(NotCopied):
                 bucket = [_plain_values(gradient) for gradient in bucket]
             kept = self._reciprocals.get(device)
             reciprocal = kept[1] if kept is not None and kept[0] is scale else self._reciprocal(device, scale)
-            self._unusual |= unscale_into(bucket, flag, reciprocal)
+            self._unusual |= unscale_into(bucket, flag, reciprocal, 1.0 / scale if on_host else None)
             if grows:  # torch's kernel looks at what it divides, not at the quotient
-                unscale_into(bucket, flag, torch.ones_like(flag))
+                unscale_into(bucket, flag, torch.ones_like(flag), 1.0)
         return list(flags.values())
 
     def combine(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -145,10 +145,15 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
     return parameter.device, parameter.dtype, is_large(parameter)
 
 
-def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> bool:
-    """Run torch's own kernel on gradients of one device and dtype; return whether some were sparse."""
+def unscale_into(
+    gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor, factor: float | None = None
+) -> bool:
+    """Run torch's own kernel on gradients of one device and dtype; return whether some were sparse.
+
+    `factor` is the reciprocal, where the host knows it.
+    """
     if gradients[0].dtype is torch.bfloat16 and not gradients[0].is_cpu:
-        _unscale_bfloat16(gradients, flag, reciprocal)
+        _unscale_bfloat16(gradients, flag, reciprocal, factor)
         return False
     if gradients[0].is_complex():  # the kernel takes real ones; compiled steps do not come to an `except` of ours
         gradients = [_plain_values(gradient) for gradient in gradients]
@@ -164,15 +169,20 @@ def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: 
         return True
 
 
-def _unscale_bfloat16(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> None:
-    """Do in several kernels what torch's own does: it has none for bfloat16 on GPUs (pytorch/pytorch#127176)."""
+def _unscale_bfloat16(
+    gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor, factor: float | None
+) -> None:
+    """Do in two kernels what torch's own does: it has no code for bfloat16 on GPUs (pytorch/pytorch#127176)."""
     plain = [_plain_values(gradient) for gradient in gradients if gradient.numel()]
     # Of a sharded gradient (DTensor) this process's part: a norm of all parts would wait for the other processes.
     plain = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in plain]
     if plain:
-        norms = torch.stack(torch._foreach_norm(plain, math.inf))
-        torch.maximum(flag, (~torch.isfinite(norms)).any().float(), out=flag)
-        torch._foreach_mul_(plain, reciprocal)
+        largest = torch.stack(torch._foreach_norm(plain, math.inf, torch.float32))
+        torch._amp_foreach_non_finite_check_and_unscale_([largest], flag, reciprocal)
+        if factor is None or math.frexp(factor)[0] != 0.5:
+            torch._foreach_mul_(plain, reciprocal)  # a kernel for each gradient, which keeps what the factor is exactly
+        elif factor != 1.0:
+            torch._foreach_mul_(plain, factor)
 
 
 def _plain_values(gradient: torch.Tensor) -> torch.Tensor:
