@@ -235,7 +235,7 @@ def clip(
         return None
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     if not gradients:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     plain = all([type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients])
     on_host = not isinstance(overflow, torch.Tensor)
     if not plain or (on_host and all_on_cpu(gradients)):
