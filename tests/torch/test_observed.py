@@ -123,7 +123,16 @@ def ended():
         (own_scaler, {"replace_native": True, "dtype": "float32"}),
         (own_session, {}),
     ],
-    ids=["float16", "bfloat16", "float32", "O0", "default device", "GradScaler", "GradScaler in float32", "own session"],
+    ids=[
+        "float16",
+        "bfloat16",
+        "float32",
+        "O0",
+        "default device",
+        "GradScaler",
+        "GradScaler in float32",
+        "own session",
+    ],
 )
 def test_losses_are_the_scripts_own_whoever_scales(script, settings):
     expected = script()
