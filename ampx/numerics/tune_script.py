@@ -31,12 +31,14 @@ from .causes import find_fault
 from .compare import MARGIN, ModuleError, error_map, module_errors, relative_error
 from .cures import low_operation
 from .diagnose_script import Parting, losses_off, lost_updates
+from .forcing import inside, kept_in_float32, rounded_alone
 from .journal import Journal, digest_of
 from .operations import failing
 from .places import cast_by_hand, key_of, of_the_step
 from .probe import Reading, Replayed, Watching
+from .ranking import by_error, first_order
 from .template import Imported
-from .timing import busy
+from .timing import busy, slow_modules
 from .tolerance import (
     LARGEST_TOLERANCE,
     Distance,
@@ -50,23 +52,8 @@ from .tolerance import (
     with_joined_gradients,
 )
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
-from .tune import (
-    NOTHING,
-    Choice,
-    Kept,
-    Search,
-    TunedPolicy,
-    by_error,
-    first_order,
-    in_float32,
-    inside,
-    kept_in_float32,
-    minimal,
-    most_runs,
-    rounded_alone,
-    searched,
-    slow_modules,
-)
+from .tune_search import NOTHING, Kept, Search, minimal, most_runs, searched
+from .tuned_policy import Choice, TunedPolicy, in_float32
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256

@@ -17,8 +17,9 @@ from ampx.numerics.compare import bound
 from ampx.numerics.probe import Reading, Stats
 from ampx.numerics.report import exclusion_lines
 from ampx.numerics.trial import Outcome
-from ampx.numerics.tune import Choice, TunedPolicy, most_runs
+from ampx.numerics.tune import Choice, TunedPolicy
 from ampx.numerics.tune_script import check_options, exclusions, tune_script
+from ampx.numerics.tune_search import most_runs
 from ampx.policy import PolicyFile
 from ampx.run import RunSettings
 from ampx.run.program import Program
