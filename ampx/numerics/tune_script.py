@@ -11,7 +11,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -52,7 +52,7 @@ from .tolerance import (
     with_joined_gradients,
 )
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
-from .tune_search import NOTHING, Kept, Search, minimal, most_runs, searched
+from .tune_search import NOTHING, Kept, Search, Verdict, minimal, most_runs, searched
 from .tuned_policy import Choice, TunedPolicy, in_float32
 
 SCHEMA: Final = "ampx.tune/1"
@@ -255,7 +255,7 @@ class _ScriptSearch(Search[Outcome]):
             self._repeat_float32()
             self._sample_noise_again()  # before anything is blamed
             self.tolerance = self._explained().at(tolerance)
-        self.failures.update(self._known(tolerance))
+        self.recalled = self._recalled(tolerance)
         self.failures[NOTHING] = self.failure(self.first)
         self._rank_errors()
 
@@ -270,7 +270,7 @@ class _ScriptSearch(Search[Outcome]):
                 if entry.direction == "forward" and math.isinf(entry.error):
                     self.broken_outputs.add(entry.module)
 
-    def _known(self, tolerance: float | None) -> dict[Kept, str]:
+    def _recalled(self, tolerance: float | None) -> dict[Kept, Verdict]:
         """Return the verdicts of a search for the same that was interrupted."""
         program, trial = self.trial.program, self.trial
         asked = {name: getattr(trial, name) for name in ("seed", "steps", "framework")}
@@ -290,10 +290,10 @@ class _ScriptSearch(Search[Outcome]):
         )
         if verdicts:
             self.progress(f"{program.name}: {len(verdicts)} runs of a search that was interrupted are known …", None)
-        return {Kept(*map(frozenset, json.loads(kept))): verdict for kept, verdict in verdicts.items()}
+        return {Kept(*map(frozenset, json.loads(kept))): Verdict(**verdict) for kept, verdict in verdicts.items()}
 
-    def note(self, kept: Kept) -> None:
-        self.journal.note(json.dumps([sorted(kept.modules), sorted(kept.operations)]), self.failures[kept])
+    def note(self, kept: Kept, verdict: Verdict) -> None:
+        self.journal.note(json.dumps([sorted(kept.modules), sorted(kept.operations)]), asdict(verdict))
 
     def _fitting(self) -> float:
         """Return the loss scale whose gradients fit in all watched steps."""

@@ -93,6 +93,25 @@ class Kept:
 NOTHING: Final = Kept()
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What came of runs with a set in float32, and what the search goes on with.
+
+    Attributes:
+        failure: By what they are too far off; empty where they agree.
+        step: In which step they fail.
+        runs: How many runs that took.
+        scale: The loss scale of the next run.
+        flushes: A scale below the smallest was tried, and did not help.
+    """
+
+    failure: str
+    step: int
+    runs: int
+    scale: float
+    flushes: bool
+
+
 def most_runs(entries: int, modules: int) -> int:
     """Return how many runs a search makes at most that keeps so many entries in float32, of so many modules.
 
@@ -125,6 +144,7 @@ class Search(abc.ABC, Generic[Run]):
         order: The same, the likeliest to be needed in float32 first.
         output: The module whose output is the model's; None where none has a name.
         failures: By what was kept in float32, by what that run is too far off; empty where it agrees.
+        recalled: Verdicts of a search for the same that was interrupted: they take the place of runs.
         without: By module or operation that is kept, by what a run is too far off that lacks only this.
         hands_on: By module that is kept for what fails behind it, in words where that is.
         module_of: By operation that is kept, in which module it fails, where that is known.
@@ -151,6 +171,7 @@ class Search(abc.ABC, Generic[Run]):
         self.modules = tuple(dict.fromkeys(outputs))
         self.output = outputs[-1] if outputs else None
         self.failures: dict[Kept, str] = {}
+        self.recalled: Mapping[Kept, Verdict] = {}
         self.without: dict[str, str] = {}
         self.hands_on: dict[str, str] = {}
         self.module_of: dict[str, str] = {}
@@ -237,14 +258,25 @@ class Search(abc.ABC, Generic[Run]):
     def judged(self, kept: Kept) -> str:
         """Return the failure of a run with this in float32, which is made once; empty where it agrees."""
         if kept not in self.failures:
-            try:
-                self.failures[kept] = self.failure(self.settled(kept))
-            except UnsupportedOpError as error:
-                self.failures[kept] = str(error)
-            self.note(kept)
+            if kept in self.recalled:
+                verdict = self.recalled[kept]
+                self.runs += verdict.runs
+            else:
+                verdict = self._tried(kept)
+                self.note(kept, verdict)
+            self.failures[kept], self.step_of[kept] = verdict.failure, verdict.step
+            self.scale, self._flushes = verdict.scale, verdict.flushes
         return self.failures[kept]
 
-    def note(self, kept: Kept) -> None:
+    def _tried(self, kept: Kept) -> Verdict:
+        before = self.runs
+        try:
+            failure = self.failure(self.settled(kept))
+        except UnsupportedOpError as error:
+            failure = str(error)
+        return Verdict(failure, self.step_of.get(kept, 1), self.runs - before, self.scale, self._flushes)
+
+    def note(self, kept: Kept, verdict: Verdict) -> None:
         """Keep a verdict for a search that goes on after an interruption; the default keeps none."""
 
     def passes(self, kept: Kept, entries: int | None = None, reserve: int = 0) -> bool:

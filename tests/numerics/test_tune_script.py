@@ -364,6 +364,52 @@ def test_what_fails_is_looked_for_in_the_step_that_fails():
     ]
 
 
+class Scaled(Pretended):
+    """Stands for a script whose gradients overflow at a loss scale above 64, unless layers stay in float32."""
+
+    def __call__(self, trial):
+        outcome = super().__call__(trial)
+        low = trial.settings.dtype != "float32"
+        skips = low and trial.settings.loss_scale > 64 and len(trial.settings.deny) == 1
+        optimizer = {"group": 0, "skipped": [1] if skips else [], "scales": [], "initial_scale": 1.0}
+        run = {**outcome.run, "optimizers": [optimizer]}
+        return replace(outcome, run=run)
+
+
+@pytest.mark.parametrize(
+    ("script", "dtype"),
+    [
+        (lambda: Pretended(("layer2", "layer7")), "bfloat16"),
+        (lambda: Late(), "bfloat16"),
+        (lambda: OutsideOfModules(), "bfloat16"),
+        (lambda: Scaled(("layer2", "layer7")), "float16"),
+    ],
+    ids=["modules", "in a later step", "outside of modules", "loss scale falls"],
+)
+def test_a_search_that_was_interrupted_makes_the_decisions_of_one_that_was_not(tmp_path, script, dtype):
+    def searched(trials, ends_before=None):
+        """Return the answer of a search, and note its trials."""
+
+        def run(trial):
+            if len(trials) == ends_before:
+                raise KeyboardInterrupt
+            trials.append(trial)
+            return pretended(trial)
+
+        pretended, journal = script(), tmp_path / "ampx.toml.search"
+        options = {"steps": 2, "tolerance": 0.01, "repeats": 0, "journal": journal}
+        return tune_script(Program("a.py"), RunSettings(dtype), run=run, **options)
+
+    whole = []
+    answer = searched(whole)
+    for runs in range(1, len(whole)):
+        with pytest.raises(KeyboardInterrupt):
+            searched([], ends_before=runs)
+        resumed = []
+        assert searched(resumed) == answer
+        assert resumed[runs - len(whole) :] == whole[runs:]
+
+
 def test_operations_that_would_do_in_place_of_a_module_are_named():
     policy, _ = tuned(Breaking(late=False))
     assert [(choice.entry, choice.reason) for choice in policy.deny] == [
