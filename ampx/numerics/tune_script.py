@@ -304,8 +304,16 @@ class _ScriptSearch(Search[Outcome]):
         """Return what rounding explains, measured where modules have names."""
         if self.rounded and not any(run.raised for run in self.rounded):
             apart = [self.distance(second, first) for first, second in itertools.pairwise(self.rounded)]
-            return by_rounding(self.dtype, *apart, *self.spared, *self.repeated)
+            return by_rounding(self.dtype, *apart, *self.spared, *self.repeated, moved=self._moved())
         return by_count(self.dtype, len(self.reference.readings[1]), *self.repeated)
+
+    def _moved(self) -> float:
+        """Return how far the losses of float32 are from the first of their optimizer, relative to their norm."""
+        if self.for_inference:
+            return 0.0
+        curves = [[loss for loss in curve if loss is not None] for curve in self.reference.curves()]
+        first = [curve[0] for curve in curves for _ in curve]
+        return relative_error(np.array(first), np.array([*itertools.chain(*curves)]))
 
     def _rounded(self, seed: int, spared: Sequence[str] = ()) -> Outcome:
         """Run in float32 with all modules rounded but some, which those around them hand on to them as it is."""

@@ -636,19 +636,42 @@ def test_precision_is_not_blamed_where_runs_in_float32_differ():
         tuned(DrawnAnew(()))
 
 
-@pytest.mark.parametrize(("noise", "kept"), [(0.0, ["module:layer3"]), (0.002, [])])
+@pytest.mark.parametrize(("noise", "kept"), [(0.0, ["module:layer3"]), (0.0038, [])])
 def test_what_eight_times_the_noise_of_float32_explains_is_blamed_on_no_module(noise, kept):
     class Noisy(Pretended):
         def __call__(self, trial):
             outcome = super().__call__(trial)
             again = self.runs == 5  # in float32: once watched, twice rounded, and once in low precision before
-            losses = [loss * (1 + noise * again) if loss < 5.0 else 0.51 for loss in outcome.losses]
+            losses = [loss * (1 + noise * again) if loss < 5.0 else 0.53 for loss in outcome.losses]
             return replace(outcome, losses=tuple(losses), readings=Pretended(())(trial).readings)
 
     policy, report = tuned(Noisy(("layer3",)), tolerance=None)
     assert policy.tolerance == 2**-5
     assert [choice.entry for choice in policy.deny] == kept
-    assert any("differ from run to run in float32, by 0.2 %" in note for note in report["notes"]) == bool(noise)
+    assert any("differ from run to run in float32, by 0.38 %" in note for note in report["notes"]) == bool(noise)
+
+
+@pytest.mark.parametrize(
+    ("losses", "off", "kept"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), 0.004, []),
+        ((1.0, 1.0, 1.0, 1.0), 0.005, ["module:layer3"]),  # 0.43 %
+        ((4.0, 1.0, 3.0, 0.5), 0.015, []),  # 0.94 %; 0.39 % and 3.1 % of 22 % are 1.07 %
+        ((4.0, 1.0, 3.0, 0.5), 0.020, ["module:layer3"]),  # 1.25 %; as one curve, it would have moved by 92 %
+    ],
+)
+def test_losses_may_be_off_by_3_percent_of_the_way_that_training_moves_them(losses, off, kept):
+    """Gradients may be off by so much, which make that way; two optimizers take turns here."""
+
+    class Moving(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            low = trial.settings.dtype != "float32" and "module:layer3" not in trial.settings.deny
+            later = tuple(loss * (1 + off * low) for loss in losses[1:])
+            return replace(outcome, losses=(losses[0], *later), losses_of=("a", "b", "a", "b"))
+
+    policy, _ = tuned(Moving(()), tolerance=None, steps=4)
+    assert [choice.entry for choice in policy.deny] == kept
 
 
 def test_noise_is_measured_where_rounding_does_not_break_the_run():
