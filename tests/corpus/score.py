@@ -191,7 +191,7 @@ def tuned(runner, case, healthy):
 
 
 def names_what_fails(case, said):
-    """Judge advice to stay in float32 by what it says fails in the dtype: a module, a line of the script, or nothing."""
+    """Judge advice to stay in float32 by what it says fails in the dtype: a module, a line of the script, nothing."""
     module = re.search(r"in module '([^']*)'", said)
     if not module and f"{case.name}.py:" not in said:
         return "silent"
