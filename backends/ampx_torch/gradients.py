@@ -180,7 +180,8 @@ def _unscale_bfloat16(
         largest = torch.stack(torch._foreach_norm(plain, math.inf, torch.float32))
         torch._amp_foreach_non_finite_check_and_unscale_([largest], flag, reciprocal)
         if factor is None or math.frexp(factor)[0] != 0.5:
-            torch._foreach_mul_(plain, reciprocal)  # a kernel for each gradient, which keeps what the factor is exactly
+            for gradient in plain:  # beside a tensor in bfloat16, kernels round the factor to it, too
+                torch.mul(gradient.float(), reciprocal, out=gradient)
         elif factor != 1.0:
             torch._foreach_mul_(plain, factor)
 

@@ -119,6 +119,17 @@ def test_outputs_of_any_shape_are_read(wrap):
     assert reading.value == describe(values.detach().numpy())
 
 
+def test_an_output_that_has_no_gradient_beside_one_that_has_is_left_out():
+    class Moments(nn.Module):
+        def forward(self, x):
+            return torch.var_mean(x)  # two outputs of one operation, as those of a recurrent layer on a GPU
+
+    with PROBE.watch(model := Moments(), Watching()) as watch:
+        model(torch.tensor([1.0, 2.0, 6.0], requires_grad=True))[0].backward()
+    (backward,) = seen(watch.readings(), "backward")
+    assert (backward.value.elements, backward.value.largest) == (1, 1.0)
+
+
 def test_a_module_without_an_output_and_one_of_integers_are_left_out():
     class Nothing(nn.Module):
         def forward(self, x):
