@@ -72,13 +72,17 @@ class GradientSet(NotCopied):
         self.reads_fast = 2 * large > sum(map(torch.Tensor.numel, parameters))
 
     def unscale(
-        self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool, grows: bool = False
+        self,
+        gradients: Sequence[list[torch.Tensor]],
+        scale: Any,
+        fresh: bool,
+        bounds: tuple[float, float] | None = None,
     ) -> list[torch.Tensor]:
         """Divide gradients by the scale in place and test them for inf and NaN, in one pass; return a flag a device.
 
-        Fresh flags stay as they are; the others `finite` resets for the next step. `grows` says that a scale on the
-        device may be below 1, so that quotients may overflow. Where a float16 parameter came in after `wrap_optimizer`
-        it raises, and nothing was divided.
+        Fresh flags stay as they are; the others `finite` resets for the next step. `bounds` are those of a scale on the
+        device: below 1, quotients may overflow. Where a float16 parameter came in after `wrap_optimizer` it raises, and
+        nothing was divided.
         """
         flags: dict[torch.device, torch.Tensor] = {}
         if not self._accepts_half:
@@ -87,7 +91,7 @@ class GradientSet(NotCopied):
                     refuse_half(self._optimizer.param_groups)
         on_host = not isinstance(scale, torch.Tensor)
         reads = self.reads_fast and on_host and scale == 1.0  # nothing to write
-        grows = grows or (on_host and scale < 1.0)
+        lowest, highest = (scale, scale) if on_host else bounds or (1.0, math.inf)
         for bucket in gradients:
             device = bucket[0].device
             flag = flags.get(device)
@@ -106,8 +110,8 @@ class GradientSet(NotCopied):
                 bucket = [_plain_values(gradient) for gradient in bucket]
             kept = self._reciprocals.get(device)
             reciprocal = kept[1] if kept is not None and kept[0] is scale else self._reciprocal(device, scale)
-            self._unusual |= unscale_into(bucket, flag, reciprocal, 1.0 / scale if on_host else None)
-            if grows:  # torch's kernel looks at what it divides, not at the quotient
+            self._unusual |= unscale_into(bucket, flag, reciprocal, 1.0 / lowest if lowest == highest else None)
+            if lowest < 1.0:  # torch's kernel looks at what it divides, not at the quotient
                 unscale_into(bucket, flag, torch.ones_like(flag), 1.0)
         return list(flags.values())
 

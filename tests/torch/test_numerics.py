@@ -619,3 +619,18 @@ def test_what_somebody_else_puts_around_the_calls_of_modules_stays(monkeypatch):
     with PROBE.watch(None, Watching()):
         pass
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+@pytest.mark.gpu(needs="kernels of recurrent layers")
+@pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM], ids=["GRU", "LSTM"])
+def test_recurrent_layers_whose_last_states_nobody_uses_are_read_on_a_gpu(layer):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": layer(2, 16, batch_first=True), "head": nn.Linear(16, 4)}).cuda()
+    inputs = torch.randn(16, 8, 2, device="cuda")
+
+    def step(model):
+        return model["head"](model["layer"](inputs)[0][:, -1]).float().square().mean()
+
+    compared = ampx.compare(step, model, framework="torch", device="cuda", dtype="float16")
+    assert "agrees with float32" in compared.verdict
+    assert ampx.diagnose(step, model, framework="torch", device="cuda", dtype="float16").kind == "healthy"
