@@ -21,10 +21,7 @@ def step(features, state):
     def loss_of(features):
         rows = jax.vmap(features)(inputs)
         rows = 2.0 * rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
-        if "--cure" in sys.argv:
-            products = (rows[:, None] * rows).sum(-1)
-        else:
-            products = rows @ rows.T
+        products = (rows[:, None] * rows).sum(-1) if "--cure" in sys.argv else rows @ rows.T
         factor = jnp.linalg.cholesky(products + NOISE * jnp.eye(24))
         residual = jax.scipy.linalg.solve_triangular(factor, targets, lower=True)
         return jnp.mean(residual**2) / 2 + jnp.mean(jnp.log(jnp.diagonal(factor)))

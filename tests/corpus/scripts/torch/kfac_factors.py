@@ -8,7 +8,7 @@ from torch import nn
 
 
 class InputFactors:
-    """The side of K-FAC that is of inputs: multiply the gradient of each layer by the inverse of its inputs' moments."""
+    """The side of K-FAC that is of inputs: multiply each gradient by the inverse of its inputs' moments."""
 
     def __init__(self, model, damping=0.1):
         self.damping, self.factors = damping, {}
@@ -19,10 +19,7 @@ class InputFactors:
     @torch.no_grad()
     def collect(self, layer, inputs):
         rows = inputs[0].flatten(0, -2)
-        if "--cure" in sys.argv:
-            factor = rows.T @ (rows / len(rows))
-        else:
-            factor = rows.T @ rows / len(rows)
+        factor = rows.T @ (rows / len(rows)) if "--cure" in sys.argv else rows.T @ rows / len(rows)
         old = self.factors.get(layer, factor.float())
         self.factors[layer] = 0.9 * old + 0.1 * factor.float()
 

@@ -1,4 +1,4 @@
-"""Min-SNR weights and a schedule that ends in pure noise: in the last timestep 0 is divided by 0, in float32 as well."""
+"""Min-SNR weights and a schedule that ends in pure noise: its last timestep divides 0 by 0, in float32 as well."""
 
 import json
 import sys
@@ -28,10 +28,8 @@ for step in range(14):
     noisy = scheduler.add_noise(images, noise, timesteps[step])
     target = scheduler.get_velocity(images, noise, timesteps[step])
     snr = compute_snr(scheduler, timesteps[step])
-    if "--cure" in sys.argv:
-        weights = snr.clamp(max=5.0) / (snr + 1)
-    else:
-        weights = snr.clamp(max=5.0) / snr
+    divisor = snr + 1 if "--cure" in sys.argv else snr
+    weights = snr.clamp(max=5.0) / divisor
     errors = (model(noisy, timesteps[step]).sample.float() - target) ** 2
     loss = (weights * errors.mean((1, 2, 3))).mean()
     loss.backward()

@@ -1,4 +1,4 @@
-"""The error of a validation is added up in bfloat16 and stays at 512; the schedule sees a plateau and lowers the rate."""
+"""The error of a validation is added up in bfloat16 and stays at 512; a schedule takes it for a plateau."""
 
 import json
 import sys
