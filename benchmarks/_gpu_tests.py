@@ -27,6 +27,9 @@ _SETTINGS = """[pytest]
 addopts = --import-mode=importlib
 faulthandler_timeout = 180
 faulthandler_exit_on_timeout = true
+markers =
+    gpu: needs a CUDA device
+    nightly: left out where time is short
 """
 
 

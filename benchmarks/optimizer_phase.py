@@ -105,8 +105,11 @@ class Phase:
     def check(self) -> None:
         """Raise unless both ways lead to the same weights.
 
-        Without clipping they are the same bits. With it they may differ by what the sum of squares of a long
-        gradient loses to rounding: at most the root of its length, in units of 2**-24, of each update.
+        Without clipping they are the same bits on a CPU. With it they may differ by what the sum of squares of a long
+        gradient loses to rounding: at most the root of its length, in units of 2**-24, of each update. On a GPU they
+        may so without it, too: for torch the kernel divides and for ampx it does not, and its sums of products may be
+        rounded in other places. On an H200 a step of fused SGD differs by one unit in 0.2 % of the weights, and one of
+        fused AdamW in none.
         """
         start = [parameter.detach().clone() for parameter in self.parameters[:3]]
         rows = []
@@ -121,9 +124,10 @@ class Phase:
         for begin, ours, theirs in zip(start, *rows, strict=True):
             moved = (theirs - begin).abs().max().item()
             tolerance = 2.0**-24 * (len(begin.view(-1)) ** 0.5 * moved + 4 * begin.abs().max().item())
-            limit = tolerance if self.clip else 0.0
+            limit = tolerance if self.clip or begin.is_cuda else 0.0
             assert moved > 0
-            assert (ours - theirs).abs().max().item() <= limit, (ours, theirs)
+            apart = (ours - theirs).abs().max().item()
+            assert apart <= limit, f"weights of the two ways are {apart:.3g} apart, more than {limit:.3g}"
 
 
 def measure(count: int, shape: tuple[int, ...], optimizer: str, clip: bool, pairs: int, device: str = "cpu") -> Ratio:

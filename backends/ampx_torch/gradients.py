@@ -72,13 +72,17 @@ class GradientSet(NotCopied):
         self.reads_fast = 2 * large > sum(map(torch.Tensor.numel, parameters))
 
     def unscale(
-        self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool, grows: bool = False
+        self,
+        gradients: Sequence[list[torch.Tensor]],
+        scale: Any,
+        fresh: bool,
+        bounds: tuple[float, float] | None = None,
     ) -> list[torch.Tensor]:
         """Divide gradients by the scale in place and test them for inf and NaN, in one pass; return a flag a device.
 
-        Fresh flags stay as they are; the others `finite` resets for the next step. `grows` says that a scale on the
-        device may be below 1, so that quotients may overflow. Where a float16 parameter came in after `wrap_optimizer`
-        it raises, and nothing was divided.
+        Fresh flags stay as they are; the others `finite` resets for the next step. `bounds` are those of a scale on the
+        device: below 1, quotients may overflow. Where a float16 parameter came in after `wrap_optimizer` it raises, and
+        nothing was divided.
         """
         flags: dict[torch.device, torch.Tensor] = {}
         if not self._accepts_half:
@@ -87,7 +91,7 @@ class GradientSet(NotCopied):
                     refuse_half(self._optimizer.param_groups)
         on_host = not isinstance(scale, torch.Tensor)
         reads = self.reads_fast and on_host and scale == 1.0  # nothing to write
-        grows = grows or (on_host and scale < 1.0)
+        lowest, highest = (scale, scale) if on_host else bounds or (1.0, math.inf)
         for bucket in gradients:
             device = bucket[0].device
             flag = flags.get(device)
@@ -106,9 +110,9 @@ class GradientSet(NotCopied):
                 bucket = [_plain_values(gradient) for gradient in bucket]
             kept = self._reciprocals.get(device)
             reciprocal = kept[1] if kept is not None and kept[0] is scale else self._reciprocal(device, scale)
-            self._unusual |= unscale_into(bucket, flag, reciprocal)
-            if grows:  # torch's kernel looks at what it divides, not at the quotient
-                unscale_into(bucket, flag, torch.ones_like(flag))
+            self._unusual |= unscale_into(bucket, flag, reciprocal, 1.0 / lowest if lowest == highest else None)
+            if lowest < 1.0:  # torch's kernel looks at what it divides, not at the quotient
+                unscale_into(bucket, flag, torch.ones_like(flag), 1.0)
         return list(flags.values())
 
     def combine(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -145,8 +149,16 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
     return parameter.device, parameter.dtype, is_large(parameter)
 
 
-def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> bool:
-    """Run torch's own kernel on gradients of one device and dtype; return whether some were sparse."""
+def unscale_into(
+    gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor, factor: float | None = None
+) -> bool:
+    """Run torch's own kernel on gradients of one device and dtype; return whether some were sparse.
+
+    `factor` is the reciprocal, where the host knows it.
+    """
+    if gradients[0].dtype is torch.bfloat16 and not gradients[0].is_cpu:
+        _unscale_bfloat16(gradients, flag, reciprocal, factor)
+        return False
     if gradients[0].is_complex():  # the kernel takes real ones; compiled steps do not come to an `except` of ours
         gradients = [_plain_values(gradient) for gradient in gradients]
     try:
@@ -159,6 +171,23 @@ def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: 
             raise
         torch._amp_foreach_non_finite_check_and_unscale_(plain, flag, reciprocal)
         return True
+
+
+def _unscale_bfloat16(
+    gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor, factor: float | None
+) -> None:
+    """Do in two kernels what torch's own does: it has no code for bfloat16 on GPUs (pytorch/pytorch#127176)."""
+    plain = [_plain_values(gradient) for gradient in gradients if gradient.numel()]
+    # Of a sharded gradient (DTensor) this process's part: a norm of all parts would wait for the other processes.
+    plain = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in plain]
+    if plain:
+        largest = torch.stack(torch._foreach_norm(plain, math.inf, torch.float32))
+        torch._amp_foreach_non_finite_check_and_unscale_([largest], flag, reciprocal)
+        if factor is None or math.frexp(factor)[0] != 0.5:
+            for gradient in plain:  # beside a tensor in bfloat16, kernels round the factor to it, too
+                torch.mul(gradient.float(), reciprocal, out=gradient)
+        elif factor != 1.0:
+            torch._foreach_mul_(plain, factor)
 
 
 def _plain_values(gradient: torch.Tensor) -> torch.Tensor:
@@ -211,7 +240,7 @@ def clip(
         return None
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     if not gradients:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     plain = all([type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients])
     on_host = not isinstance(overflow, torch.Tensor)
     if not plain or (on_host and all_on_cpu(gradients)):

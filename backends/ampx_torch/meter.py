@@ -160,7 +160,7 @@ def _on_its_way(vector: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Return numbers that are being copied to the host, and the event of their arrival."""
     if vector.device.type != "cuda":
         return vector, None
-    there = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    there = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
     there.copy_(vector, non_blocking=True)
     return there, torch.cuda.current_stream(vector.device).record_event()
 

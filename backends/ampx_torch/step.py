@@ -194,8 +194,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         factor = member.factors[loss_id]
         member.begin_change()
         try:
-            grows = on_device and ledger.may_be_below_one(member.group, loss_id, factor)
-            flags = self.gradients.unscale(gradients, factor, unread or bool(mixer.aside), grows)
+            bounds = ledger.bounds(member.group, loss_id, factor) if on_device else None
+            flags = self.gradients.unscale(gradients, factor, unread or bool(mixer.aside), bounds)
         except LowPrecisionParametersError:  # a refusal comes before anything is divided
             member.end_change()
             raise
@@ -328,7 +328,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
                 folded = folded_step.on_host(gradients, scale, self._max_norm)
         elif (
             self._max_norm is not None
-            and not ledger.may_be_below_one(member.group, loss_id, scale)
+            and ledger.bounds(member.group, loss_id, scale)[0] >= 1.0
             and not fused.makes_momentum(self.optimizer)
         ):
             folded = folded_step.on_device(gradients, scale, self._max_norm)

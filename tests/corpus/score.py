@@ -2,7 +2,7 @@
 
 It runs in the environment that has the framework's libraries, writes `FRAMEWORK.json` into the folder (by default
 `docs/evidence/corpus`), and then, from the files of all frameworks, `docs/reference/debugger-scores.md`. See
-`corpus.py` for what is judged, and how.
+`corpus.py` for what is judged, and how. With `--device cuda` the scripts of PyTorch and JAX run on a GPU.
 """
 
 import argparse
@@ -36,10 +36,14 @@ SIMULATED = ("paddle", "mxnet")  # of which the CPU computes no float16: see sim
 QUIET.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
 
-def simulated(framework):
-    """Return what the environment holds for a framework whose GPU is simulated."""
+def environment_of(framework, device):
+    """Return what the environment holds for a framework's GPU, and where it is simulated."""
     path = [str(HERE / "simulated"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(path), "CORPUS_SIMULATES": framework} if framework in SIMULATED else {}
+    if framework in SIMULATED:
+        return {"PYTHONPATH": os.pathsep.join(path), "CORPUS_SIMULATES": framework}
+    if device == "cuda":  # as users run the commands: in new processes, that make their own copies
+        return {"PYTHONPATH": os.pathsep.join(path), "CORPUS_DEVICE": framework, "AMPX_FRESH_RUNS": "", "fresh": True}
+    return {}
 
 
 class TookTooLongError(Exception):
@@ -49,16 +53,16 @@ class TookTooLongError(Exception):
 class Runner:
     """Runs a case in processes, in a folder of its own, each for so many seconds at most."""
 
-    def __init__(self, case: Case, folder: Path, options=(), limit: float = 600):
+    def __init__(self, case: Case, folder: Path, options=(), limit: float = 600, device: str = "cpu"):
         self.case, self.folder, self.options, self.limit = case, folder, options, limit
+        self.device = "gpu" if case.framework in SIMULATED else device
 
     def ampx(self, command, *options):
-        device = "gpu" if self.case.framework in SIMULATED else "cpu"
-        options = ("--framework", self.case.framework, "--device", device, *options)
+        options = ("--framework", self.case.framework, "--device", self.device, *options)
         return self.python("-m", "ampx", command, *options, nests=True)
 
     def python(self, *command, **options):
-        environment = simulated(self.case.framework)
+        environment = environment_of(self.case.framework, self.device)
         done = Started(command, cwd=self.folder, **options, **environment).wait(self.limit)
         if done.returncode is None:
             raise TookTooLongError(f"stopped after {self.limit:g} s")
@@ -76,8 +80,13 @@ class Runner:
         try:
             losses = losses_of(done.stdout)
         except (IndexError, ValueError):
+            print(f"{self.case.name} printed no losses by this policy: {done.stderr[-1000:]}", file=sys.stderr)
             return False
         return is_healthy(losses, self.plain(), self.case.tolerance)
+
+    def is_healthy_there(self):
+        """Return whether the truth, which was measured on a CPU, does not hold: a GPU's autocast has other lists."""
+        return self.device == "cuda" and self.case.float32 != "fails" and self.is_cured_by(policy_of(self.case))
 
 
 def policy_of(case, deny=(), dtype=None):
@@ -276,7 +285,7 @@ JUDGES = {
 }
 
 
-def score(framework, only, tools, limit):
+def score(framework, only, tools, limit, device):
     """Yield a row for each case, twin and tool that ends in time."""
     for case in cases(framework):
         if only and case.name not in only:
@@ -285,8 +294,9 @@ def score(framework, only, tools, limit):
             for twin in (False, True):
                 try:
                     with tempfile.TemporaryDirectory() as folder:
-                        runner = Runner(case, Path(folder), ["--twin"] if twin else [], limit)
-                        verdict, said = JUDGES[tool](runner, case, twin or case.healthy_by_run)
+                        runner = Runner(case, Path(folder), ["--twin"] if twin else [], limit, device)
+                        healthy = twin or case.healthy_by_run or runner.is_healthy_there()
+                        verdict, said = JUDGES[tool](runner, case, healthy)
                 except TookTooLongError as error:
                     print(f"{case.name}{' (twin)' if twin else ''}, {tool}: {error}", flush=True)
                     continue
@@ -406,6 +416,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=[], help="these cases; their rows replace those in the file")
     parser.add_argument("--tool", nargs="*", default=["diagnose"], choices=JUDGES)
     parser.add_argument("--limit", type=float, default=600, help="stop a run of a tool after so many seconds")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     framework = arguments.framework
@@ -418,7 +429,7 @@ def main():
     before = json.loads(file.read_text())["rows"] if file.exists() else []
     arguments.out.mkdir(parents=True, exist_ok=True)
     order = {case.name: position for position, case in enumerate(cases(framework))}
-    for row in score(framework, arguments.only, arguments.tool, arguments.limit):
+    for row in score(framework, arguments.only, arguments.tool, arguments.limit, arguments.device):
         before = [other for other in before if any(other[key] != row[key] for key in ("case", "twin", "tool"))] + [row]
         before.sort(key=lambda row: (order[row["case"]], row["tool"], row["twin"]))
         file.write_text(json.dumps({"schema": "ampx.corpus/1", "rows": before}, indent=1) + "\n")

@@ -187,3 +187,17 @@ def test_no_warning_where_parameters_are_float32_or_o3_was_asked_for():
             warnings.simplefilter("error")
             ampx.wrap_optimizer(torch.optim.SGD(layers(dtype).parameters(), lr=1e-3))
         ampx.shutdown()
+
+
+@pytest.mark.gpu
+def test_what_is_metered_comes_to_the_host_where_the_script_has_set_a_default_device():
+    amp = ampx.init("torch", device="cuda", dtype="bfloat16")
+    amp.meter_every = 2
+    with torch.device("cuda"):
+        model = layers()
+        opt = ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+        for _ in range(4):
+            with ampx.scale_loss(model(torch.ones(4, 3)).float().square().mean(), opt) as scaled:
+                scaled.backward()
+            opt.step()
+    assert opt.meter.step == 4

@@ -119,6 +119,17 @@ def test_outputs_of_any_shape_are_read(wrap):
     assert reading.value == describe(values.detach().numpy())
 
 
+def test_an_output_that_has_no_gradient_beside_one_that_has_is_left_out():
+    class Moments(nn.Module):
+        def forward(self, x):
+            return torch.var_mean(x)  # two outputs of one operation, as those of a recurrent layer on a GPU
+
+    with PROBE.watch(model := Moments(), Watching()) as watch:
+        model(torch.tensor([1.0, 2.0, 6.0], requires_grad=True))[0].backward()
+    (backward,) = seen(watch.readings(), "backward")
+    assert (backward.value.elements, backward.value.largest) == (1, 1.0)
+
+
 def test_a_module_without_an_output_and_one_of_integers_are_left_out():
     class Nothing(nn.Module):
         def forward(self, x):
@@ -608,3 +619,18 @@ def test_what_somebody_else_puts_around_the_calls_of_modules_stays(monkeypatch):
     with PROBE.watch(None, Watching()):
         pass
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+@pytest.mark.gpu(needs="kernels of recurrent layers")
+@pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM], ids=["GRU", "LSTM"])
+def test_recurrent_layers_whose_last_states_nobody_uses_are_read_on_a_gpu(layer):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": layer(2, 16, batch_first=True), "head": nn.Linear(16, 4)}).cuda()
+    inputs = torch.randn(16, 8, 2, device="cuda")
+
+    def step(model):
+        return model["head"](model["layer"](inputs)[0][:, -1]).float().square().mean()
+
+    compared = ampx.compare(step, model, framework="torch", device="cuda", dtype="float16")
+    assert "agrees with float32" in compared.verdict
+    assert ampx.diagnose(step, model, framework="torch", device="cuda", dtype="float16").kind == "healthy"

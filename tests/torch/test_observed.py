@@ -76,6 +76,11 @@ def plain():
     return weighted(model, torch.optim.SGD(model.parameters(), lr=0.125))
 
 
+def with_a_default_device():
+    with torch.device("cpu"):  # calls of torch pass through the mode that this enters
+        return plain()
+
+
 def own_scaler():
     model = Elementwise()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -113,11 +118,21 @@ def ended():
         (plain, {"dtype": "bfloat16"}),
         (plain, {"dtype": "float32"}),
         (plain, {"level": "O0", "dtype": "auto"}),
+        (with_a_default_device, {}),
         (own_scaler, {"replace_native": True}),
         (own_scaler, {"replace_native": True, "dtype": "float32"}),
         (own_session, {}),
     ],
-    ids=["float16", "bfloat16", "float32", "O0", "GradScaler", "GradScaler in float32", "own session"],
+    ids=[
+        "float16",
+        "bfloat16",
+        "float32",
+        "O0",
+        "default device",
+        "GradScaler",
+        "GradScaler in float32",
+        "own session",
+    ],
 )
 def test_losses_are_the_scripts_own_whoever_scales(script, settings):
     expected = script()

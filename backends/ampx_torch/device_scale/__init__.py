@@ -7,6 +7,7 @@ arrived by an asynchronous copy.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,13 +49,14 @@ class TensorLedger(Ledger):
             return finite
         return torch.full((), float(not finite), dtype=torch.float32, device=self.device)
 
-    def may_be_below_one(self, group: ScaleGroup, loss_id: int, scale: torch.Tensor) -> bool:
-        """Return whether a scale that gradients carry may be so, as far as is known without looking at it."""
+    def bounds(self, group: ScaleGroup, loss_id: int, scale: torch.Tensor) -> tuple[float, float]:
+        """Return between which numbers a scale that gradients carry is, as far as is known without looking at it."""
         if scale is not self.factor(group, loss_id):
-            return True  # another optimizer's
+            return 0.0, math.inf  # another optimizer's
         config = group.config
-        lowest = config.min_scale if config.dynamic else config.init_scale
-        return min([lowest, *(state.scale for state in group.states.values())]) < 1.0
+        outer = (config.min_scale, config.max_scale) if config.dynamic else (config.init_scale,)
+        scales = [*outer, *(state.scale for state in group.states.values())]
+        return min(scales), max(scales)
 
 
 class DeviceLedger(TensorLedger):

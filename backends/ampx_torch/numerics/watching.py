@@ -180,8 +180,9 @@ class _Gradient:
         self._watch = watch
         self._listen = listen
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        if self._watch.open:
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        # None comes where only another output of the same operation has a gradient, as of a recurrent layer on a GPU.
+        if self._watch.open and gradient is not None:
             self._listen(gradient)
 
 

@@ -23,7 +23,8 @@ from .gradients import unscaled
 from .manager import WIDE, Owners, TorchManaged, TorchManager
 from .native import OWN
 
-_THROUGH: Final = ("torch._tensor", "torch.autograd")
+# The last two where the script has set a default device, or is in another mode of torch functions.
+_THROUGH: Final = ("torch._tensor", "torch.autograd", "torch.overrides", "torch.utils._device")
 _NONE: Final = frozenset({type(None)})
 _TRUE: Final = "_ampx_true_loss"  # on a scaled loss: the loss
 

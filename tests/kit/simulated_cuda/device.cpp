@@ -229,6 +229,21 @@ bool waits_for_the_device(const std::string& name, const IValue* arguments) {
   return READS.count(name);
 }
 
+// What was seen to be refused with torch 2.11 on an H200, where the CPU's kernels compute.
+void refuse_as_cuda(const c10::OperatorHandle& op, const IValue* arguments) {
+  const std::string& name = op.operator_name().name;
+  if (name == "aten::_amp_foreach_non_finite_check_and_unscale_") {  // pytorch/pytorch#127176
+    for (const Tensor& gradient : arguments[0].toTensorVector()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          gradient.scalar_type() != kBFloat16,
+          "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'");
+    }
+  }
+  if (name == "aten::empty" && op.operator_name().overload_name == "memory_format" && !arguments[4].isNone()) {
+    TORCH_CHECK(!arguments[4].toBool(), "Only dense CPU tensors can be pinned");
+  }
+}
+
 // Softmax of float16 with results in float32 is one kernel on GPUs and none on CPUs, nor is its derivative.
 void widen_softmax(const std::string& name, IValue* arguments) {
   if ((name == "aten::_softmax" || name == "aten::_log_softmax") && arguments[2].toBool()) {
@@ -244,6 +259,7 @@ void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
   AutoDispatchBelowADInplaceOrView without_autograd;
 
+  refuse_as_cuda(op, stack->data() + first);
   Call call(op.operator_name());
   bool waits = waits_for_the_device(name, stack->data() + first);
   for (size_t position = first; position < stack->size(); ++position) {
