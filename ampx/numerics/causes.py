@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from ampx.formats import FORMATS, Format
@@ -197,6 +197,13 @@ class Case:
         return self.reference is not None and self.reference.inputs.smallest > self.form.flushes_to
 
     @property
+    def was_flushed(self) -> bool:
+        """Whether most inputs of an operation in float32 are zero, which the dtype has flushed before."""
+        if self.reference is None or is_low(self.place):
+            return False
+        return flushes(self.place.inputs, self.reference.inputs) and not self.holds_inputs
+
+    @property
     def cancelled(self) -> Reading | None:
         """The difference that became zero or negative: the dtype holds what it is in float32, and not its terms."""
         lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact.value))
@@ -212,19 +219,23 @@ class Case:
             (pair for pair in lost if pair[0].operation and pair[1].value.smallest <= self.form.flushes_to), None
         )
 
-    @property
-    def flushes_a_constant(self) -> bool:
-        """Whether a constant that was added, or that bounds from below, is zero in the dtype: in whatever module."""
-        return any(self._flushes_its_constant(entry, exact) for entry, exact in self._pairs())
+    def lost_constant(self, pole: float = 0.0) -> str:
+        """Say which constant, in whatever module, rounds to the pole it was to keep values away from; "" for none."""
+        pairs = () if not pole and self.holds_inputs else self._pairs()  # what the dtype holds has needed no constant
+        return next(filter(None, (self._lost_constant(entry, exact, pole) for entry, exact in pairs)), "")
 
-    def _flushes_its_constant(self, entry: Reading, exact: Reading) -> bool:
+    def _lost_constant(self, entry: Reading, exact: Reading, pole: float) -> str:
+        bounds, source = normalised(entry.operation) in _BOUNDS, Place.of(entry).source
+        if pole:
+            passes = bounds and reaches(entry.value, pole, exact.value)
+            return f", because {source} does not keep them from {pole:g} in {self.dtype}" if passes else ""
         has_lost = entry.value.zeros > exact.value.zeros
-        if has_lost and normalised(entry.operation) in _BOUNDS and exact.value.lowest > 0:
-            return True
         # Where a dtype is simulated, a module rounds what it receives and returns, and no operation of it.
         will_lose = 0 < entry.value.smallest <= self.form.flushes_to
-        constants = (_added_constant(each) for each in (entry, exact))
-        return (has_lost or will_lose) and any(0 < constant <= self.form.flushes_to for constant in constants)
+        added = (_added_constant(each) for each in (entry, exact) if has_lost or will_lose)
+        small = (constant for constant in added if 0 < constant <= self.form.flushes_to)
+        constant = exact.value.lowest if has_lost and bounds and exact.value.lowest > 0 else next(small, 0.0)
+        return f", because the constant {constant:.2g} of {source} is zero in {self.dtype}" if constant else ""
 
     def new_pole(self, entry: Reading) -> float | None:
         """Return the pole at which a value of the forward pass was computed, and in float32 was not; None for none."""
@@ -306,6 +317,12 @@ def _derivative_at_zero(case: Case) -> Cause | None:
     what = f"is not finite: {at}, where its derivative is infinite"
     if case.cancelled is not None and case.reference is not None:
         return "digits", f"{what}, because {_of_difference(case.cancelled, case.dtype)}"
+    at_pole = replace(case, place=forward, reference=(case.healthy or {}).get(key_of(forward)))
+    lost = at_pole.lost_constant(pole or 0.0)
+    if lost:
+        return "epsilon", f"{what}{lost}"
+    if at_pole.was_flushed:
+        return "flush", f"{what}: in float32 they are {at_pole.exact[1].smallest:.2g}, which underflows in {case.dtype}"
     return "logarithm", what
 
 
@@ -323,9 +340,8 @@ def _division(case: Case) -> Cause | None:
         f"is not finite: its divisor is zero in {dtype}{smallest}; in float32 its smallest input is "
         f"{reference.inputs.smallest:.2g}"
     )
-    if case.flushes_a_constant:
-        return "epsilon", why
-    return "division", f"{why}{_of_flushed(case)}"
+    lost = case.lost_constant()
+    return ("epsilon", f"{why}{lost}") if lost else ("division", f"{why}{_of_flushed(case)}")
 
 
 def _negative(case: Case) -> Cause | None:
@@ -343,15 +359,17 @@ def _logarithm(case: Case) -> Cause | None:
     if family(case.place.operation) != "logarithm":
         return None
     pole = case.new_pole(case.place)
+    lost = "" if pole is None else case.lost_constant(pole)
+    kind: Kind = "epsilon" if lost else "logarithm"
     if pole:
-        return "logarithm", f"is not finite: it is infinite at {pole:g}, to which {case.dtype} rounds its input"
+        return kind, f"is not finite: it is infinite at {pole:g}, to which {case.dtype} rounds its input{lost}"
     if not case.new_zeros:
         return None
     underflows = "" if case.holds_inputs else f" and underflows in {case.dtype}"
     zero = f", which is {reference.inputs.smallest:.2g} in float32{underflows}" if reference else ""
     if case.cancelled is not None:
         zero = f", because {_of_difference(case.cancelled, case.dtype)}"
-    return "logarithm", f"is not finite: it takes the logarithm of zero{zero}"
+    return kind, f"is not finite: it takes the logarithm of zero{lost or zero}"
 
 
 def _sum(case: Case) -> Cause | None:

@@ -184,7 +184,7 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
     largest_epsilon = max(2 * form.smallest_normal, _EPSILON)
     lines: dict[Kind, str] = {
         "overflow": _SMALLER if place is not None and normalised(place.operation) == "exp" else "",
-        "epsilon": f"eps = {largest_epsilon:.1g}  # {dtype} holds it",
+        "epsilon": f"eps = {largest_epsilon:.1g}  # {dtype} holds it; next to 1 it needs {2.0 ** (1 - form.bits):.1g}",
         "mask": f"mask_value = {-form.largest / 2:.4g}  # {dtype} holds it, and exp of it is 0",
         "logarithm": f"x = x.clip({max(form.smallest_normal, _EPSILON):.1g})  # before the logarithm or root; or use "
         f"log_softmax",

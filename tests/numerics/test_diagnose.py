@@ -263,6 +263,47 @@ def test_an_operation_is_infinite_at_its_own_pole_and_does_not_overflow(operatio
     assert words in fault.why
 
 
+@pytest.mark.parametrize(
+    ("guard", "operation", "before", "exact_input", "low_input", "words"),
+    [
+        ("add", "sqrt", 0.0, 1e-8, 0.0, "because the constant 1e-08 of add in module 'block' (net.py:7) is zero in"),
+        ("clamp_min", "sqrt", 0.0, 1e-8, 0.0, "because the constant 1e-08 of clamp_min in"),
+        ("clamp", "acos", 0.9999, 0.9999, 1.0, "because clamp in module 'block' (net.py:7) does not keep them from 1"),
+        ("mul", "acos", 0.9999, 0.9999, 1.0, ""),
+        ("scale", "sqrt", 0.0, 1e-3, 0.0, ""),  # float16 holds it, whatever is added
+    ],
+)
+def test_a_constant_that_rounds_to_the_pole_it_was_to_keep_values_from_is_an_epsilon(
+    guard, operation, before, exact_input, low_input, words
+):
+    slope, finite = (read(f"{operation}_backward", [], [value], direction="backward") for value in (math.inf, 1e4))
+    low = [read(guard, [low_input, 0.5], [low_input, 0.5]), read(operation, [low_input, 0.5], [0.0, 0.7])]
+    exact = [read(guard, [before, 0.5], [exact_input, 0.5]), read(operation, [exact_input, 0.5], [1e-4, 0.7])]
+    fault = find_fault(seen(*low, slope, gradients=[math.inf]), seen(*exact, finite), "float16", 1.0)
+    assert (fault.kind, fault.place.direction) == ("epsilon" if words else "logarithm", "backward")
+    assert words in fault.why
+    assert ("because" in fault.why) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "smallest", "kind"),
+    [("float32", 1e-12, "flush"), ("float32", 1e-3, "logarithm"), ("float16", 1e-12, "logarithm")],
+)
+def test_a_root_in_float32_at_zero_that_was_flushed_before_is_told_from_its_own_zero(dtype, smallest, kind):
+    slope, finite = (read("div", [], [value], direction="backward", dtype="float32") for value in (math.inf, 1e4))
+    low = seen(read("sqrt", [0.0, 0.0], [0.0, 0.0], dtype=dtype), slope, gradients=[math.inf])
+    exact = seen(read("sqrt", [smallest, smallest], [1e-2, 1e-2], dtype="float32"), finite)
+    assert find_fault(low, exact, "float16", 1.0).kind == kind
+
+
+def test_a_logarithm_of_zero_is_an_epsilon_where_a_constant_was_to_prevent_it():
+    low = [read("add", [0.0, 0.5], [0.0, 0.5]), read("log", [0.0, 0.5], [-math.inf, -0.7])]
+    exact = [read("add", [0.0, 0.5], [1e-8, 0.5]), read("log", [1e-8, 0.5], [-18.4, -0.7])]
+    diagnosis = diagnosed(seen(*low, loss=math.inf), seen(*exact), "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("epsilon", "log")
+    assert "eps = 0.0001  # float16 holds it; next to 1 it needs 0.001" in diagnosis.advice
+
+
 def test_the_slope_of_an_operation_at_its_own_pole_is_told_by_the_forward_pass():
     slope, finite = (read("log1p_backward", [], [value], direction="backward") for value in (math.inf, 1e5))
     low = seen(read("log1p", [-1.0], [-20.0]), slope, gradients=[math.inf])
