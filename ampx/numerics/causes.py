@@ -531,6 +531,43 @@ def first_flushed(seen: Seen, exact: Mapping[Key, Reading]) -> int | None:
     return None
 
 
+def schedule_fault(low: Seen, reference: Seen, decides: str) -> Fault:
+    """Say by which number the script may have decided otherwise than in float32: a total that grows no more, if any.
+
+    Args:
+        low: The batch, with what the script computed before it.
+        reference: The same in float32.
+        decides: What it decided.
+    """
+    exact = by_key(reference.readings)
+    stays = [at for at in _totals(low.readings) if not _stays(exact.get(key_of(low.readings[at])))]
+    position = max(stays, key=lambda at: low.readings[at].inputs.smallest, default=None)
+    if position is not None:
+        total = low.readings[position]
+        decides += (
+            f": {Place.of(total)} loses precision: {total.inputs.largest:.4g} and {total.inputs.smallest:.3g} more are "
+            f"{total.value.largest:.4g}"
+        )
+    return Fault("digits", decides, low.readings, position)
+
+
+def _totals(readings: Sequence[Reading]) -> Iterator[int]:
+    """Walk over the positions of sums that stay what they are, and were computed by the same line before."""
+    before: dict[tuple[str, str, str], float] = {}
+    for position, entry in enumerate(readings):
+        line = entry.module, entry.operation, entry.place
+        if _stays(entry) and before.get(line) == entry.inputs.largest:
+            yield position
+        before[line] = entry.value.largest
+
+
+def _stays(entry: Reading | None) -> bool:
+    """Return whether the sum of two numbers other than zero is one of them."""
+    if entry is None or normalised(entry.operation) not in _DIFFERENCES or entry.inputs.zeros:
+        return False
+    return entry.inputs.elements == 2 * entry.value.elements == 2 and entry.value.largest == entry.inputs.largest
+
+
 def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Fault | None:
     """Return the first gradient of a value that is wrong, of a batch whose forward pass is right; None for none."""
     exact = by_key(reference.readings)

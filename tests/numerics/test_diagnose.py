@@ -15,7 +15,7 @@ from ampx.numerics.chain import chain
 from ampx.numerics.compare import padded
 from ampx.numerics.diagnose import Setting, Suspect, examined
 from ampx.numerics.operations import family
-from ampx.numerics.places import key_of
+from ampx.numerics.places import Place, key_of
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.rounding import describe, round_to
 from toy import framework
@@ -786,6 +786,55 @@ def test_a_wrong_gradient_is_found_behind_a_forward_pass_that_is_right(exact_gra
     if fault is not None:
         assert fault.place.operation == "tanh_backward"
         assert words in fault.why
+
+
+@pytest.mark.parametrize(
+    ("operation", "terms", "found"), [("sum", 3e3, False), ("sum", 1e-3, True), ("view", 1e-3, False)]
+)
+def test_a_gradient_that_cancels_to_the_rounding_of_its_terms_or_is_only_moved_is_not_called_wrong(
+    operation, terms, found
+):
+    """That of a bias in front of a softmax is zero but for rounding, in float32, too."""
+
+    def run(gradient, dtype):
+        bias = replace(sampled(operation, [terms, -terms, 0.0, 0.0], gradient, dtype), direction="backward")
+        return seen(sampled("linear", [4.0], [1.0], dtype), bias)
+
+    fault = gradient_fault(run([-2e-4, 1e-4], "float16"), run([2e-4, 1e-4], "float32"), "float16", 1.0)
+    assert (fault is not None) == found
+
+
+def added(total, term, result, dtype, call, operation="add", line="train.py:7"):
+    return replace(read(operation, [total, term], [result], "", dtype=dtype, call=call), place=line)
+
+
+@pytest.mark.parametrize(
+    ("low", "position"),
+    [
+        ([added(508.0, 2.0, 510.0, "bfloat16", 0), added(510.0, 2.0, 512.0, "bfloat16", 1)], None),
+        ([added(510.0, 2.0, 512.0, "bfloat16", 0), added(512.0, 1.5, 512.0, "bfloat16", 1)], 1),
+        # Of these that which loses most is named, and no difference that nothing comes of.
+        (
+            [
+                added(0, 0.5, 512.0, "bfloat16", 0),
+                *(added(512.0, term, 512.0, "bfloat16", 1) for term in (0.5, 1.5, 1)),
+            ],
+            2,
+        ),
+        ([added(1.0, 1e-3, 1.0, "bfloat16", 0, "sub")], None),
+    ],
+)
+def test_a_schedule_that_decides_otherwise_is_told_with_the_total_that_grows_no_more(low, position):
+    low = [replace(entry, call=call) for call, entry in enumerate(low)]
+    exact = [
+        added(entry.inputs.largest, entry.inputs.smallest, 600.0 + at, "float32", at) for at, entry in enumerate(low)
+    ]
+    diagnosis = examined(Suspect(seen(*low), seen(*exact), Setting("bfloat16", 1.0), decides="the rate is 1"))
+    assert diagnosis.kind == "digits"
+    assert diagnosis.why.startswith("the rate is 1")
+    assert diagnosis.first_nonfinite == (None if position is None else Place.of(low[position]))
+    if position is not None:
+        assert "(train.py:7) loses precision: 512 and 1.5 more are 512" in diagnosis.why
 
 
 @pytest.mark.parametrize(
