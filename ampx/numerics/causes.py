@@ -111,6 +111,7 @@ class Growth:
         before: The loss in float32 then.
         loss: The loss in float32 now.
         untrained: The loss of the same batch with the weights of the first step, which is finite; None for unknown.
+        rates: The learning rate then and now; None where it is not known, or has not grown.
     """
 
     since: int
@@ -119,6 +120,7 @@ class Growth:
     before: float
     loss: float
     untrained: float | None = None
+    rates: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         """Return it as a sentence, without its full stop."""
@@ -128,10 +130,11 @@ class Growth:
             if self.untrained is None
             else f"so its weights have grown: with those of the first step the loss is {self.untrained:.3g}"
         )
+        rates = "" if self.rates is None else f", and the learning rate from {self.rates[0]:.3g} to {self.rates[1]:.3g}"
         return (
             f"training diverges, in float32, too: since step {self.since} the loss has grown there from "
             f"{self.before:.3g} to {self.loss:.3g}, and the output of {module} by a factor of {self.factor:.2g} for a "
-            f"batch of the same size, {weights}"
+            f"batch of the same size{rates}, {weights}"
         )
 
 
@@ -460,7 +463,7 @@ def find_fault(
         return _of_float32(reference, growth)
     if growth is not None:
         why = f"{growth}; {dtype} only fails first"
-        return Fault("learning rate", why, low.readings, first_failing(low.readings, exact))
+        return Fault("learning rate", why, low.readings)  # where it fails first is not at fault
     if settled is not None and settled.finite:
         return forward or flush_fault(settled, reference, dtype) or _of_scale(low, exact, scale)
     at_place = _of_place(low, exact, dtype, scale)
@@ -772,7 +775,7 @@ def _nothing_computed(readings: Sequence[Reading]) -> bool:
 
 
 def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
-    return None if growth is None else Fault("learning rate", str(growth), reference.readings, position)
+    return None if growth is None else Fault("learning rate", str(growth), reference.readings)
 
 
 def _large_weights(reference: Seen, position: int | None) -> Fault | None:

@@ -219,13 +219,7 @@ class Parting:
 
     def decides(self, step: int, dtype: str) -> str:
         """Return in words what the script decided otherwise in a step; "" for nothing."""
-        if self.rates is None or self.rates[0] != step:
-            return ""
-        _, low, exact = self.rates
-        return (
-            f"the learning rate is {low:.2g}, and in float32 {exact:.2g}: the script's schedule decides by a number "
-            f"that was computed in {dtype}"
-        )
+        return "" if self.rates is None or self.rates[0] != step else decided(self.rates, dtype)
 
 
 # Returns two runs that differ by rounding alone; None where one cannot be made.
@@ -270,6 +264,15 @@ def rates_part(exact: Outcome, low: Outcome) -> tuple[int, float, float] | None:
             if abs(own - wide) > least * abs(wide):
                 return step, own, wide
     return None
+
+
+def decided(rates: tuple[int, float, float], dtype: str) -> str:
+    """Return in words what `rates_part` returns."""
+    _, low, exact = rates
+    return (
+        f"the learning rate is {low:.2g}, and in float32 {exact:.2g}: the script's schedule decides by a number that "
+        f"was computed in {dtype}"
+    )
 
 
 def losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
@@ -501,7 +504,16 @@ def _growth(outcome: Outcome, step: int) -> Growth | None:
     module = max(alike, key=lambda name: alike[name], default="")
     if not before or loss < GROWN * before or alike.get(module, 0.0) < GROWN:
         return None
-    return Growth(since, alike[module], module, before, loss)
+    return Growth(since, alike[module], module, before, loss, rates=_grown_rates(outcome, since, now))
+
+
+def _grown_rates(outcome: Outcome, since: int, now: int) -> tuple[float, float] | None:
+    """Return the learning rates of two steps of one optimizer, where that has grown; None where that is not known."""
+    steps = list(zip(outcome.losses_of, outcome.rates, strict=False))
+    if now > len(steps) or steps[since - 1][0] != steps[now - 1][0]:
+        return None
+    before, after = (max(steps[at - 1][1], default=0.0) for at in (since, now))
+    return (before, after) if after > before else None
 
 
 def _receives_alike(first: Sequence[Reading], last: Sequence[Reading], module: str) -> bool:

@@ -454,6 +454,7 @@ def test_steps_skipped_until_the_loss_scale_settles_are_no_matter_of_precision(s
         ((0.5, 0.6, 5.0, 70.0), "float32 itself diverges: its loss goes from 0.5 to 70"),
         ((1.0, 2.0, 4.0, math.inf), "float32 itself fails: its loss is not finite at step 4"),
         ((0.5, 70.0, 5.0, 0.4), None),
+        ((0.09, 5.0, -0.5, -1.3), None),  # a critic's loss that falls below zero
     ],
 )
 def test_what_fails_in_float32_itself_is_no_matter_of_precision(losses, words):

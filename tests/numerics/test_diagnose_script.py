@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,14 @@ from ampx.formats import digits_of
 from ampx.numerics import report
 from ampx.numerics.batch import Seen
 from ampx.numerics.causes import find_fault
-from ampx.numerics.diagnose_script import Parting, _diverges_after, _fails_after, diagnose_script, rates_part
+from ampx.numerics.diagnose_script import (
+    Parting,
+    _diverges_after,
+    _fails_after,
+    _growth,
+    diagnose_script,
+    rates_part,
+)
 from ampx.numerics.places import first_failing, of_the_step
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.trial import Outcome
@@ -399,6 +407,27 @@ def test_of_skipped_steps_the_first_in_the_last_row_is_looked_at_where_no_loss_s
 
 
 @pytest.mark.parametrize(
+    ("optimizers", "rates", "words"),
+    [
+        (("SGD", "SGD"), (0.1, 40.0), "for a batch of the same size, and the learning rate from 0.1 to 40, "),
+        (("SGD", "SGD"), (0.1, 0.1), "for a batch of the same size, and its weights may"),
+        (("SGD", "Adam"), (0.1, 40.0), "for a batch of the same size, and its weights may"),  # each has its own
+    ],
+)
+def test_a_learning_rate_that_has_grown_is_said_of_a_training_that_diverges(optimizers, rates, words):
+    optimizer = {"kind": "SGD", "place": "", "group": 0, "skipped": [], "scales": [], "initial_scale": 1.0}
+    run = {"steps": 2, "dtype": "float32", "optimizers": [optimizer]}
+    received = Stats(1, largest=1.0, smallest=1.0, lowest=1.0)
+    readings = {
+        step: (Reading("", "Net", "", "forward", 0, "float32", replace(received, largest=largest), received),)
+        for step, largest in ((1, 1.0), (2, 100.0))
+    }
+    rates = tuple((rate,) for rate in rates)
+    growth = _growth(Outcome(run, (1.0, 50.0), readings=readings, losses_of=optimizers, rates=rates), 2)
+    assert words in str(growth)
+
+
+@pytest.mark.parametrize(
     ("untrained", "skipped", "kind", "words"),
     [
         (1.5, [1, 2], "learning rate", "its weights have grown: with those of the first step the loss is 1.5"),
@@ -427,6 +456,7 @@ def test_weights_have_grown_only_if_the_batch_is_healthy_with_those_of_the_first
     diagnosis, _ = diagnose_script(Program("train.py"), RunSettings("float16"), **options)
     assert diagnosis.kind == kind
     assert words in diagnosis.why
+    assert (diagnosis.first_nonfinite is None) == (kind == "learning rate")  # where it shows first is not at fault
 
 
 @pytest.mark.parametrize(
