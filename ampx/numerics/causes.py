@@ -224,8 +224,7 @@ class Case:
 
     def lost_constant(self, pole: float = 0.0) -> str:
         """Say which constant, in whatever module, rounds to the pole it was to keep values away from; "" for none."""
-        pairs = () if not pole and self.holds_inputs else self._pairs()  # what the dtype holds has needed no constant
-        return next(filter(None, (self._lost_constant(entry, exact, pole) for entry, exact in pairs)), "")
+        return next(filter(None, (self._lost_constant(*pair, pole) for pair in self._pairs())), "")
 
     def _lost_constant(self, entry: Reading, exact: Reading, pole: float) -> str:
         bounds, source = normalised(entry.operation) in _BOUNDS, Place.of(entry).source
@@ -278,11 +277,14 @@ class Case:
 def _added_constant(entry: Reading) -> float:
     """Return by how much the lowest number grows by a constant; 0 where an operation has none, or several tensors.
 
-    Whatever an operation is called: what zeros are no longer zero by has been added to them.
+    Whatever an operation is called: what zeros are no longer zero by has been added to them, and the largest number
+    has grown by no more.
     """
     alone = entry.inputs.elements <= entry.value.elements + 1
-    adds = normalised(entry.operation) in _DIFFERENCES | _BOUNDS or entry.inputs.zeros > entry.value.zeros
-    return entry.value.lowest - entry.inputs.lowest if alone and adds else 0.0
+    constant = entry.value.lowest - entry.inputs.lowest
+    moves = abs(entry.value.largest - entry.inputs.largest) <= 1e-3 * entry.inputs.largest + abs(constant)
+    adds = normalised(entry.operation) in _DIFFERENCES | _BOUNDS or (entry.inputs.zeros > entry.value.zeros and moves)
+    return constant if alone and adds else 0.0
 
 
 def _loses(value: Stats, exact: Stats) -> bool:

@@ -109,6 +109,7 @@ def test_a_quotient_of_zeros_is_a_division_though_rounding_has_moved_other_zeros
         ("mul", [1e-4, 1.0], [1e-8, 1.0], "division"),  # of 1e-4 and 1e-4
         ("add", [4e-9, 0.5, 6e-9, 0.5], [1e-8, 1.0], "division"),  # of two tensors
         ("add", [-1.0, 1.0], [1e-9, 2.0], "division"),  # 1 is added
+        ("softmax", [0.0, 35.0], [6e-16, 0.99], "division"),  # nothing is added to its zeros
     ],
 )
 def test_an_epsilon_is_a_constant_that_rounds_to_zero(operation, inputs, value, kind):
