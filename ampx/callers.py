@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import sysconfig
 import warnings
@@ -19,10 +20,33 @@ _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
 _IMPORTERS: Final = ("importlib", "_frozen_importlib", "pkgutil", "pickle")
 
 
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return os.sep
+
+
+_STARTED_IN: Final = _folder()  # a script may go to another one, and who reads what is said of it does not
+
+
 def script_line() -> str:
     """Return the innermost line of the user's own code, as `"train.py:12"`; "" where there is none."""
     frame = _script_frame()
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "" if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of(file: str, number: int) -> str:
+    """Return a line as `"train.py:12"`: the file as seen from where Python was started, where that is shorter."""
+    return f"{_short(file)}:{number}"
+
+
+@functools.cache
+def _short(file: str) -> str:
+    try:
+        return min(file, os.path.relpath(file, _STARTED_IN), key=len)
+    except (OSError, ValueError):  # it is on another drive of Windows, say
+        return file
 
 
 def script_line_of(trace: TracebackType | None) -> str:
@@ -30,7 +54,7 @@ def script_line_of(trace: TracebackType | None) -> str:
     place = ""
     while trace is not None:
         if _is_script(trace.tb_frame):
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+            place = line_of(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return place
 

@@ -16,17 +16,19 @@ from .places import (
     WRONG,
     Key,
     Place,
+    by_key,
     error_of,
     first_failing,
     first_wrong,
     flushes,
     is_low,
     is_mask_constant,
-    is_wrong,
+    is_origin,
     key_of,
     masked_whole,
     outermost,
     overflow_by_hand,
+    wrong_values,
 )
 from .probe import Reading, Stats
 from .risks import flushed_gradients
@@ -432,8 +434,8 @@ def find_fault(
         settled: The batch in that precision at a loss scale that its gradients fit, where that was tried.
         growth: How far training has diverged; None where it has not, or where nothing is known of earlier steps.
     """
-    exact = {key_of(entry): entry for entry in reference.readings}
-    forward = None if dtype == "float32" else _of_finite(low, reference, exact, dtype)
+    exact = by_key(reference.readings)
+    forward = _of_finite(low, reference, exact, dtype)
     if low.finite:
         return forward or _of_hand(reference)
     if not reference.finite and settled is None:
@@ -441,21 +443,11 @@ def find_fault(
     if growth is not None:
         why = f"{growth}; {dtype} only fails first"
         return Fault("learning rate", why, low.readings, first_failing(low.readings, exact))
+    if settled is not None and settled.finite:
+        return forward or flush_fault(settled, reference, dtype) or _of_scale(low, exact, scale)
     at_place = _of_place(low, exact, dtype, scale)
     # Gradients that only overflow may do so for what is wrong in the forward pass, which is asked about first.
-    if forward is not None and at_place.kind == "overflow":
-        return forward
-    of_scale = None if settled is None else _of_settled(low, settled, reference, exact, dtype, scale)
-    return of_scale or at_place
-
-
-def _of_settled(
-    low: Seen, settled: Seen, reference: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float
-) -> Fault | None:
-    """Say what a smaller loss scale has shown; None where the gradients overflow there as well."""
-    if not settled.finite:
-        return None
-    return flush_fault(settled, reference, dtype) or _of_scale(low, exact, scale)
+    return forward if forward is not None and at_place.kind == "overflow" else at_place
 
 
 def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Fault:
@@ -494,7 +486,7 @@ def _of_scale(low: Seen, exact: Mapping[Key, Reading], scale: float) -> Fault:
 
 def flush_fault(settled: Seen, reference: Seen, dtype: str) -> Fault | None:
     """Say that gradients are zero at the loss scale that the largest of them fit; None where they are not."""
-    exact = {key_of(entry): entry for entry in reference.readings}
+    exact = by_key(reference.readings)
     flushed = lost_gradients(settled, reference)
     if not flushed:
         return None
@@ -523,14 +515,9 @@ def first_flushed(seen: Seen, exact: Mapping[Key, Reading]) -> int | None:
 
 def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Fault | None:
     """Return the first gradient of a value that is wrong, of a batch whose forward pass is right; None for none."""
-    exact = {key_of(entry): entry for entry in reference.readings}
+    exact = by_key(reference.readings)
     readings = unscaled(low.readings, scale)
-    wrong = (
-        position
-        for position, entry in enumerate(readings)
-        if entry.direction == "backward" and is_wrong(entry, exact.get(key_of(entry)), dtype, position)
-    )
-    position = next(wrong, None)
+    position = next(iter(wrong_values(readings, exact, dtype, "backward")), None)
     if position is None:
         return None
     place, other = low.readings[position], exact[key_of(readings[position])]
@@ -726,7 +713,7 @@ def _makes_nan(place: Reading) -> bool:
 
 def _nothing_computed(readings: Sequence[Reading]) -> bool:
     """Return whether no operation makes what is not finite of what is."""
-    return not any(entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite for entry in readings)
+    return not any(map(is_origin, readings))
 
 
 def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import count
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from .batch import Seen, plain
 from .causes import lost_gradients
 from .compare import WORST, ModuleError, error_map, listed_names, padded, relative_error, worst_errors
 from .diagnose import SAMPLES
-from .diagnose_script import Parting, Runs, rounded, settled_scale
+from .diagnose_script import Noise, Parting, Runs, noise_of, settled_scale
 from .meter import LOST
 from .probe import Replayed, Watching
 from .timing import busy, speed_in_words
@@ -579,7 +578,7 @@ def _watch(
     spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
     same = replace(trial, warm_up=0, block=1, shares_compiled=True, imported=references[0].imported)
     chosen = {
-        name: _look(facts, references[0], settled[name], _noise_runs(same, name, run, progress))
+        name: _look(facts, references[0], settled[name], noise_of(same, name, run, progress))
         for name, facts in compared.items()
     }
     steps = tuple(sorted(spread | {look.step for look in chosen.values()}))
@@ -678,15 +677,15 @@ class _Look:
     Attributes:
         step: Its number.
         parting: How far losses are from float32's.
-        noise: Returns two runs that differ by rounding alone.
+        noise: What rounding alone does to the script.
     """
 
     step: int
     parting: Parting
-    noise: Callable[[], Sequence[Outcome]]
+    noise: Noise
 
 
-def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]) -> _Look:
+def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Noise) -> _Look:
     """Return the step that is diagnosed.
 
     If losses differ, that is the step at which `ampx diagnose` looks, or the first that differs where some loss is not
@@ -698,14 +697,6 @@ def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Cal
         return _Look(parts_at or 1, Parting({}), noise)
     parting = Parting.of(reference, low, noise)
     return _Look(parting.step(low) or 1, parting, noise)
-
-
-def _noise_runs(
-    trial: Trial, name: str, run: Runner, progress: Callable[[str], Any]
-) -> Callable[[], Sequence[Outcome]]:
-    """Return what runs a script twice so that only rounding differs, once."""
-    exact = replace(trial, settings=replace(trial.settings, dtype=REFERENCE))
-    return cache(lambda: rounded(exact, name, run, progress))
 
 
 def _fault(
@@ -727,7 +718,7 @@ def _fault(
         return None, None
     place = diagnosis.first_nonfinite
     cures = [str(experiment) for experiment in diagnosis.experiments if experiment.cures]
-    said = {"kind": diagnosis.kind, "why": diagnosis.why, "by_hand": diagnosis.by_hand}
+    said = {"kind": diagnosis.kind, "why": diagnosis.why, "place": plain(place), "by_hand": diagnosis.by_hand}
     said |= {"cure": cures[-1] if cures else None, "advice": diagnosis.advice, "deny": diagnosis.deny}
     fault = {"step": step, **said}
     # What float32 computes alike does not differ. Outside of all modules, or of the model as a whole, none is named.
@@ -746,9 +737,8 @@ def _ends_elsewhere(facts: Mapping[str, Any], low: Outcome) -> bool:
 
 def _noise(look: _Look, reference: Outcome, low: Outcome) -> dict[str, Any]:
     """Return how far losses may be off by rounding alone, and that they end alike, if they are no further off."""
-    try:
-        runs = look.noise()
-    except TrialError:
+    runs = look.noise()
+    if runs is None:
         return {}
     noises = [by_rounding(low.dtype, Distance(noise)).loss for noise in _apart(*runs)]
     errors = _apart(reference, low)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from .batch import Refusal, Seen
 from .causes import Fault, Kind, first_flushed, loss_is_wrong, lost_gradients
 from .compare import relative_error
 from .operations import family
-from .places import WRONG, error_of, first_failing, first_wrong, is_low, key_of
+from .places import WRONG, Key, by_key, error_of, first_failing, first_wrong, is_low, key_of
 from .probe import Reading
 from .tolerance import percent
 from .tune import inside
@@ -207,10 +208,16 @@ class Search:
         ends = [entry for entry in self._fault.readings[: self._fault.position] if _is_output(entry, kept)]
         if not loses or not ends or _is_part(self._place.module, kept):
             return ""
-        last, exact = ends[-1], {key_of(entry): entry for entry in self._reference().readings}
-        returns_wrong = error_of(last, exact.get(key_of(last))) > WRONG
-        is_to_blame = returns_wrong or self._mends_low(kept, seen) or self._fails_rounded(last.module)
+        last = ends[-1]
+        is_to_blame = self._is_wrong(last) or self._mends_low(kept, seen) or self._fails_rounded(last.module)
         return last.module if is_to_blame else ""
+
+    @functools.cached_property
+    def _exact(self) -> dict[Key, Reading]:
+        return by_key(self._reference().readings)
+
+    def _is_wrong(self, entry: Reading) -> bool:
+        return error_of(entry, self._exact.get(key_of(entry))) > WRONG
 
     def _fails_rounded(self, module: str) -> bool:
         """Return whether the batch is wrong in float32, too, where only a module rounds."""
@@ -223,17 +230,12 @@ class Search:
 
         What only moves numbers computes none.
         """
-        exact = {key_of(entry): entry for entry in self._reference().readings}
-        now = {} if seen is None else {key_of(entry): entry for entry in seen.readings}
-        for entry in self._fault.readings[self._fault.position :]:
-            key = key_of(entry)
-            mended = now.get(key)
-            outside = entry.direction == "forward" and entry.operation and not _is_part(entry.module, kept)
-            if not outside or mended is None or error_of(entry, exact.get(key)) <= WRONG:
-                continue
-            if is_low(mended) or family(entry.operation) not in ("mask", "move"):
-                return is_low(mended) and error_of(mended, exact.get(key)) <= WRONG
-        return False
+        now = by_key(() if seen is None else seen.readings)
+        wrong = filter(self._is_wrong, _operations_outside(kept, self._fault.readings[self._fault.position :]))
+        again = (now[key_of(entry)] for entry in wrong if key_of(entry) in now)
+        computed = (entry for entry in again if is_low(entry) or family(entry.operation) not in ("mask", "move"))
+        first = next(computed, None)
+        return first is not None and is_low(first) and not self._is_wrong(first)
 
     def _modules(self) -> list[str]:
         return [entry.module for entry in self._reference().readings]
@@ -280,12 +282,10 @@ class Search:
 
     def _failing(self, seen: Seen) -> int | None:
         """Return where a run fails, or where it is wrong though all is finite."""
-        reference = self._reference()
-        exact = {key_of(entry): entry for entry in reference.readings}
         if not seen.finite:
-            return first_failing(seen.readings, exact)
-        wrong = first_wrong(seen.readings, exact, self._dtype, loss_is_wrong(seen, reference))
-        return first_flushed(seen, exact) if wrong is None and self._of_gradients else wrong
+            return first_failing(seen.readings, self._exact)
+        wrong = first_wrong(seen.readings, self._exact, self._dtype, loss_is_wrong(seen, self._reference()))
+        return first_flushed(seen, self._exact) if wrong is None and self._of_gradients else wrong
 
 
 def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) -> str | None:
@@ -297,8 +297,9 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
     module = readings[position].module
     if module and not _is_part(module, kept):
         return module
+    before = (name for name in reversed(_computing(readings[:position])) if not _is_part(name, (*kept, module)))
     around = outer_name(module) if module else None
-    return _before(readings[:position], (*kept, module)) or (around if around not in kept else None) or None
+    return next(before, around if around not in kept else None) or None
 
 
 def low_operation(readings: Sequence[Reading], position: int) -> str | None:
@@ -310,21 +311,25 @@ def low_operation(readings: Sequence[Reading], position: int) -> str | None:
     )
 
 
-def _before(readings: Sequence[Reading], taken: Sequence[str]) -> str | None:
-    """Return the last module that has computed something itself, and is no part of others.
+def _computing(readings: Sequence[Reading]) -> list[str]:
+    """Return the names of modules that have computed something themselves, in order of execution.
 
     Where no operations are seen, those compute that have no modules inside.
     """
     forward = [entry for entry in readings if entry.direction == "forward" and entry.module]
     names = [entry.module for entry in forward]
     computing = [entry.module for entry in forward if _computes(entry)]
-    leaves = computing or [name for name in names if not any(inside(other, name) for other in names)]
-    return next((name for name in reversed(leaves) if not _is_part(name, taken)), None)
+    return computing or [name for name in names if not any(inside(other, name) for other in names)]
 
 
 def _computes(entry: Reading) -> bool:
     """Return whether a value is of an operation that makes numbers, and neither casts nor moves them."""
     return bool(entry.operation) and family(entry.operation) not in ("cast", "move")
+
+
+def _operations_outside(modules: Sequence[str], readings: Sequence[Reading]) -> list[Reading]:
+    forward = (entry for entry in readings if entry.direction == "forward" and entry.operation)
+    return [entry for entry in forward if not _is_part(entry.module, modules)]
 
 
 def _is_output(entry: Reading, modules: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ from .chain import Link, chain
 from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model
 from .operations import normalised
-from .places import WRONG, Place, key_of, last_finite
+from .places import WRONG, Place, by_key, last_finite
 from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
 from .tune import kept_in_float32, rounded_alone
@@ -140,7 +140,7 @@ _CLIP: Final = "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)"
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """In what a batch is computed.
 
     Attributes:
@@ -158,7 +158,7 @@ def _keeps(modules: Collection[str], tried: bool) -> str:
     return f"{'' if tried else 'may cure it: '}keep {'it' if len(modules) == 1 else 'them'} in float32"
 
 
-def _denied(modules: Iterable[str], setting: _Setting, tried: bool) -> str:
+def _denied(modules: Iterable[str], setting: Setting, tried: bool) -> str:
     """Return the lines that keep modules in float32; "" for none that has a name.
 
     Of a second model a name begins with its class and a colon, which `prepare` of that model does not know.
@@ -197,7 +197,7 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
     return lines.get(kind, "")
 
 
-def _of_cure(cure: Change, setting: _Setting) -> str:
+def _of_cure(cure: Change, setting: Setting) -> str:
     """Return what was seen to cure it, as code."""
     if cure.dtype is not None:
         return _WIDE
@@ -206,7 +206,7 @@ def _of_cure(cure: Change, setting: _Setting) -> str:
     return _denied(cure.float32, setting, True) or _REGION
 
 
-def _untried(fault: Fault, setting: _Setting, float32_fails: bool, tried: bool) -> str:
+def _untried(fault: Fault, setting: Setting, float32_fails: bool, tried: bool) -> str:
     """Return what may cure it, as code, where nothing was seen to."""
     if fault.by_hand:
         return _BY_HAND
@@ -216,7 +216,7 @@ def _untried(fault: Fault, setting: _Setting, float32_fails: bool, tried: bool) 
     return f"{_UNTRIED}{own}" if own and fault.kind not in ("data", "model") else own
 
 
-def _in_float32(fault: Fault, setting: _Setting, tried: bool, own: str) -> str:
+def _in_float32(fault: Fault, setting: Setting, tried: bool, own: str) -> str:
     """Return the lines that keep the place in float32 unless that was tried, and others; `own` changes the script."""
     fits = not tried and setting.dtype == "float16" and fault.kind in ("overflow", "sum", "flush")
     more = [text for text in (own, _WIDE if fits else "") if text]
@@ -230,72 +230,74 @@ def _in_float32(fault: Fault, setting: _Setting, tried: bool, own: str) -> str:
 # -- diagnosis ---------------------------------------------------------------------------------------------------------
 
 
-def examined(
-    low: Seen | Refusal,
-    reference: Seen,
-    dtype: str,
-    scale: float,
-    again: Again | None,
-    growth: Growth | None = None,
-    compared: Callable[[], Seen] | None = None,
-    prepare_finds_modules: bool = False,
-    parts: bool = False,
-) -> Diagnosis:
-    """Say where a batch first fails, and why.
+@dataclass(frozen=True)
+class Suspect:
+    """A batch that may fail, and what is known of it.
 
-    Args:
-        low: The batch in the precision that fails; the reference itself where nothing was cast.
+    Attributes:
+        low: The batch in the precision that may fail; the reference itself where nothing was cast.
         reference: The batch in float32, from the same random numbers, watched alike.
-        dtype: The precision, of `FORMATS`.
-        scale: The loss scale of `low`.
+        setting: In what it was computed.
         again: Runs the batch in that precision with a change; None where nothing is to be tried.
-        growth: How far training has diverged in float32, if it has.
         compared: Returns what changes are compared with, as `Search` takes it; None for `reference`.
-        prepare_finds_modules: As in `ampx.Backend`, for the lines that are advised.
+        growth: How far training has diverged in float32, if it has.
         parts: Training is wrong at this batch, whatever the batch itself computes: gradients of former ones were wrong.
     """
-    setting = _Setting(dtype, scale, prepare_finds_modules)
-    trial = None
-    if again is not None and reference.finite:
-        trial = _Trials(again, functools.cache(compared or (lambda: reference)))
-    if isinstance(low, Refusal):
-        refused = refusal_fault(low, reference, dtype)
-        return _concluded(refused, None, reference, setting, trial and trial.at_scale(setting))
-    fault = find_fault(low, reference, dtype, scale, None, growth)
+
+    low: Seen | Refusal
+    reference: Seen
+    setting: Setting
+    again: Again | None = None
+    compared: Callable[[], Seen] | None = None
+    growth: Growth | None = None
+    parts: bool = False
+
+    def trials(self) -> _Trials | None:
+        """Return what tries changes; None where there are none to try, or float32 fails, too."""
+        if self.again is None or not self.reference.finite:
+            return None
+        return _Trials(self.again, functools.cache(self.compared or (lambda: self.reference)))
+
+    def fault(self, settled: Seen | None = None) -> Fault | None:
+        """Return what is suspected; see `find_fault`."""
+        dtype, scale = self.setting.dtype, self.setting.scale
+        if isinstance(self.low, Refusal):
+            return refusal_fault(self.low, self.reference, dtype)
+        return find_fault(self.low, self.reference, dtype, scale, settled, self.growth)
+
+    def gradient_fault(self) -> Fault | None:
+        """Return what may be wrong with the gradients where the forward pass is right; None for nothing."""
+        assert isinstance(self.low, Seen)
+        dtype, scale = self.setting.dtype, self.setting.scale
+        if self.parts:
+            return gradient_fault(self.low, self.reference, dtype, scale)
+        # At a larger loss scale, if there is one, they may not be zero.
+        is_largest = fitting_scale(dtype, self.reference) <= scale < INIT_SCALE
+        return flush_fault(self.low, self.reference, dtype) if is_largest else None
+
+
+def examined(batch: Suspect) -> Diagnosis:
+    """Say where a batch first fails, and why."""
+    fault, trials = batch.fault(), batch.trials()
     if fault is None:
-        return _if_cured(_gradient_fault(low, reference, setting, parts), low, reference, setting, trial)
-    if trial is None or fault.kind not in PRECISION:
-        return _concluded(fault, low, reference, setting, trial)
-    trial = trial.at_scale(setting)
-    if trial.may_settle(low, fault):
-        trial = trial.settled()
-        if isinstance(trial.fails, Seen):  # the loss scale is not why, and would only hide what is
-            low, setting = trial.fails, replace(setting, scale=1.0)
-        fault = find_fault(low, reference, dtype, setting.scale, trial.seen, growth)
-    return _concluded(fault, low, reference, setting, trial)
+        return _if_cured(batch, batch.gradient_fault(), trials)
+    if trials is None or fault.kind not in PRECISION:
+        return _concluded(batch, fault, trials)
+    trials = trials.at_scale(batch.setting)
+    if isinstance(batch.low, Seen) and trials.may_settle(batch.low, fault):
+        trials = trials.settled()
+        if isinstance(trials.fails, Seen):  # the loss scale is not why, and would only hide what is
+            batch = replace(batch, low=trials.fails, setting=replace(batch.setting, scale=1.0))
+        fault = batch.fault(trials.seen)
+    return _concluded(batch, fault, trials)
 
 
-def _gradient_fault(low: Seen, reference: Seen, setting: _Setting, parts: bool) -> Fault | None:
-    """Return what may be wrong with the gradients of a batch whose forward pass is right; None for nothing."""
-    if parts:
-        return gradient_fault(low, reference, setting.dtype, setting.scale)
-    # At a larger loss scale, if there is one, they may not be zero.
-    is_largest = fitting_scale(setting.dtype, reference) <= setting.scale < INIT_SCALE
-    return flush_fault(low, reference, setting.dtype) if is_largest else None
-
-
-def _if_cured(fault: Fault | None, low: Seen, reference: Seen, setting: _Setting, trial: _Trials | None) -> Diagnosis:
+def _if_cured(batch: Suspect, fault: Fault | None, trials: _Trials | None) -> Diagnosis:
     """Say which gradient is wrong or zero, if a change cures it: nothing else shows that it is a fault."""
-    diagnosis = _concluded(fault, low, reference, setting, trial)
-    clear = min(_CLEAR, reference.tolerance or _CLEAR)
+    diagnosis = _concluded(batch, fault, trials)
+    clear = min(_CLEAR, batch.reference.tolerance or _CLEAR)
     cured = any(entry.cures and entry.error < clear for entry in diagnosis.experiments)
-    return diagnosis if diagnosis.deny and cured else _concluded(None, low, reference, setting, trial)
-
-
-def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, settled: Seen | None = None) -> Diagnosis:
-    """Say where a batch first fails, and why, and try nothing: see `find_fault` for the arguments."""
-    fault = find_fault(low, reference, dtype, scale, settled)
-    return _concluded(fault, low, reference, _Setting(dtype, scale), None)
+    return diagnosis if diagnosis.deny and cured else _concluded(batch, None, trials)
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,7 @@ class _Trials:
     seen: Seen | None = None
     fails: Seen | Refusal | None = None
 
-    def at_scale(self, setting: _Setting) -> _Trials:
+    def at_scale(self, setting: Setting) -> _Trials:
         """Return it for the loss scale that the gradients fit, where there is one."""
         if setting.scale == 1:
             return self
@@ -335,24 +337,19 @@ class _Trials:
         return replace(self, scale=1.0, fails=seen)
 
 
-def _concluded(
-    fault: Fault | None, low: Seen | None, reference: Seen, setting: _Setting, trial: _Trials | None
-) -> Diagnosis:
+def _concluded(batch: Suspect, fault: Fault | None, trials: _Trials | None) -> Diagnosis:
     """Return the diagnosis of a fault, after trying what may cure it."""
-    dtype, scale = setting.dtype, setting.scale
-    fault = fault or Fault("healthy", f"the loss and all gradients are finite in {dtype}")
+    setting, reference = batch.setting, batch.reference
+    low = batch.low if isinstance(batch.low, Seen) else None
+    fault = fault or Fault("healthy", f"the loss and all gradients are finite in {setting.dtype}")
     fails = not reference.finite and not fault.by_hand
-    cure, experiments, links = None, [], _links(fault, low, reference, dtype, scale)
-    if trial is not None:
-        search = Search(fault, trial.compared, dtype, trial.again, trial.scale)
-        cure, experiments = search.cure(trial.seen), search.experiments
-        if cure is not None and search.producer:
-            fault = _of_producer(fault, search.producer, dtype)
+    links = _links(fault, low, reference, setting)
+    fault, cure, experiments = _tried(fault, setting.dtype, trials)
     place, position = fault.place, fault.position
     return Diagnosis(
         fault.kind,
-        dtype,
-        scale,
+        setting.dtype,
+        setting.scale,
         math.nan if low is None else low.replayed.loss,
         reference.replayed.loss,
         fails,
@@ -360,7 +357,7 @@ def _concluded(
         None if place is None else Place.of(place),
         f"{fault.why}.",
         _of_cure(cure, setting) if cure is not None else _untried(fault, setting, fails, bool(experiments)),
-        () if low is None else _bearing(fault, low, reference, dtype, scale),
+        () if low is None else _bearing(fault, low, reference, setting),
         tuple(experiments),
         () if cure is None else cure.deny,
         links,
@@ -368,23 +365,33 @@ def _concluded(
     )
 
 
-def _links(fault: Fault, low: Seen | None, reference: Seen, dtype: str, scale: float) -> tuple[Link, ...]:
+def _tried(fault: Fault, dtype: str, trials: _Trials | None) -> tuple[Fault, Change | None, list[Experiment]]:
+    """Return a fault, of the module that produces it, what cures it, and what was tried for that."""
+    if trials is None:
+        return fault, None, []
+    search = Search(fault, trials.compared, dtype, trials.again, trials.scale)
+    cure = search.cure(trials.seen)
+    if cure is not None and search.producer:
+        fault = _of_producer(fault, search.producer, dtype)
+    return fault, cure, search.experiments
+
+
+def _links(fault: Fault, low: Seen | None, reference: Seen, setting: Setting) -> tuple[Link, ...]:
     """Return what leads to the place of a fault, where that is a value in low precision."""
     if low is None or fault.position is None or fault.readings is not low.readings or low is reference:
         return ()
-    exact = {key_of(entry): entry for entry in reference.readings}
-    return chain(unscaled(low.readings, scale), fault.position, exact, dtype)
+    return chain(unscaled(low.readings, setting.scale), fault.position, by_key(reference.readings), setting.dtype)
 
 
 _OF_CONSTANTS: Final = ("mask", "epsilon", "division", "logarithm")
 
 
-def _bearing(fault: Fault, low: Seen, reference: Seen, dtype: str, scale: float) -> tuple[Risk, ...]:
+def _bearing(fault: Fault, low: Seen, reference: Seen, setting: Setting) -> tuple[Risk, ...]:
     """Return the risks without those that have nothing to do with a fault: those of other modules, or of constants."""
     if fault.kind == "healthy":
-        return risks(low, reference, dtype, scale)
+        return risks(low, reference, setting.dtype, setting.scale)
     place = fault.place
-    own = (risk for risk in risks(low, reference, dtype) if place is not None and place.module in risk.where)
+    own = (risk for risk in risks(low, reference, setting.dtype) if place is not None and place.module in risk.where)
     return tuple(risk for risk in own if risk.kind != "constant" or fault.kind in _OF_CONSTANTS)
 
 
@@ -446,8 +453,9 @@ def diagnose(
     watching = Watching(dtype=chosen, operations=operations, samples=SAMPLES)
     reference = batch.run(watching=watching)
     scale = fitting_scale(casting.dtype, reference) if loss_scale is None else loss_scale
+    setting = Setting(chosen, scale, batch.backend.prepare_finds_modules)
     if casting is FLOAT32:
-        return examined(reference, reference, chosen, scale, None)
+        return examined(Suspect(reference, reference, setting))
 
     def again(change: Change, modules: Sequence[str]) -> Seen | Refusal:
         try:
@@ -465,5 +473,4 @@ def diagnose(
         raise
     except Exception as error:
         low = Refusal(in_one_line(error), batch.read_before_error)
-    finds = batch.backend.prepare_finds_modules
-    return examined(low, reference, chosen, scale, again, prepare_finds_modules=finds)
+    return examined(Suspect(low, reference, setting, again))

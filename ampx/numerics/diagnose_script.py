@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ampx.errors import TrialError
 from ampx.formats import digits_of
@@ -16,13 +17,13 @@ from ampx.run.program import Program
 
 from .batch import INIT_SCALE, Refusal, Seen, plain, scaled
 from .causes import Growth, loss_error
-from .compare import MARGIN, bound, module_errors, unscaled
+from .compare import bound, module_errors, unscaled
 from .cures import Change
-from .diagnose import SAMPLES, Diagnosis, examined
+from .diagnose import SAMPLES, Diagnosis, Setting, Suspect, examined
 from .meter import LOST
-from .places import WRONG, Place, cast_by_hand, key_of, of_the_step, outermost
+from .places import WRONG, Place, by_key, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
-from .tolerance import percent, rounding
+from .tolerance import Distance, by_rounding, percent, rounding
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
 from .tune import kept_in_float32
 
@@ -148,7 +149,7 @@ def _look_where_losses_part(
             progress(f"{trial.program.name}: {first.steps} steps in float32, whose losses are compared …")
             settings = replace(trial.settings, dtype="float32")
             same = replace(trial, settings=settings, steps=first.steps, stop_at_fault=False)
-            parting = Parting.of(run(same), first, lambda: rounded(same, first.dtype, run, progress))
+            parting = Parting.of(run(same), first, noise_of(same, first.dtype, run, progress))
         step = parting.step(first)
         if step is None:
             return None, _report(trial, first, notes)
@@ -171,23 +172,23 @@ class Parting:
     limits: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, exact: Outcome, low: Outcome, noise: Callable[[], Sequence[Outcome]]) -> Parting:
+    def of(cls, exact: Outcome, low: Outcome, noise: Noise) -> Parting:
         """Return it, with its limits where some loss may be wrong, and none is wrong by any measure.
 
         Args:
             exact: The run in float32.
             low: The run.
-            noise: Returns two runs that differ by rounding alone, see `rounded`.
+            noise: What rounding alone does to the script.
         """
         off, least = losses_off(exact, low), bound(low.dtype, 0)
-        if not least < max(off.values(), default=0.0) <= WRONG:
+        runs = noise() if least < max(off.values(), default=0.0) <= WRONG else None
+        if runs is None:
             return cls(off)
-        try:
-            apart = losses_off(*noise())
-        except TrialError:
-            return cls(off)
-        noises = zip(apart, itertools.accumulate(apart.values(), max), strict=True)
-        return cls(off, {step: min(WRONG, max(least, MARGIN * noise)) for step, noise in noises})
+        apart = losses_off(*runs)
+        noises = zip(off, itertools.accumulate((apart.get(step, math.inf) for step in off), max), strict=True)
+        limits = {step: max(least, by_rounding(low.dtype, Distance(noise)).loss) for step, noise in noises}
+        # The weights of the first step are the same: if rounding alone moves its loss so far, rounding is the fault.
+        return cls(off, limits if limits.get(1) != WRONG else {**limits, 1: least})
 
     def limit(self, step: int) -> float:
         """Return how far the loss of a step may be off."""
@@ -208,20 +209,35 @@ class Parting:
         return next(filter(self.is_wrong, self.off), furthest)
 
 
-def rounded(trial: Trial, dtype: str, run: Callable[[Trial], Outcome], progress: Callable[[str], Any]) -> list[Outcome]:
-    """Run a script twice in float32, which rounds what modules take and return to the digits of a dtype, or one less.
+# Returns two runs that differ by rounding alone; None where one cannot be made.
+Noise: TypeAlias = Callable[[], "Sequence[Outcome] | None"]
+
+
+def noise_of(trial: Trial, dtype: str, run: Callable[[Trial], Outcome], progress: Callable[[str], Any]) -> Noise:
+    """Return what runs a script twice in float32, which rounds what modules take and return; it does so once.
+
+    One run rounds to the digits of a dtype, the other to one less.
 
     Args:
-        trial: A run in float32.
+        trial: A run of it.
         dtype: The low precision.
         run: Runs a trial.
         progress: Is called with what is done now.
     """
-    outcomes = []
-    for seed in range(2):
-        progress(f"{trial.program.name} in float32, rounded as {dtype} …")
-        outcomes.append(run(replace(trial, forced=rounding(dtype, seed))))
-    return outcomes
+    exact = replace(trial, settings=replace(trial.settings, dtype="float32"))
+
+    @functools.cache
+    def noise() -> list[Outcome] | None:
+        outcomes = []
+        for seed in range(2):
+            progress(f"{trial.program.name} in float32, rounded as {dtype} …")
+            try:
+                outcomes.append(run(replace(exact, forced=rounding(dtype, seed))))
+            except TrialError:
+                return None
+        return outcomes
+
+    return noise
 
 
 def losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
@@ -322,12 +338,16 @@ class Runs:
         exact_step = _of_values(exact_step, reference.scale_at(step))
         # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
         fails = isinstance(low_step, Refusal) or not low_step.finite
-        growth = self._growth(low) if fails else None
-        failing = exact_step if reference is low else low_step
-        scale = self._scale(low)
-        finds, parts = low.prepare_finds_modules, self._parting.is_wrong(step)
-        diagnosis = examined(failing, exact_step, dtype, scale, self.changed, growth, self.compared, finds, parts)
-        return diagnosis, reference
+        batch = Suspect(
+            exact_step if reference is low else low_step,
+            exact_step,
+            Setting(dtype, self._scale(low), low.prepare_finds_modules),
+            self.changed,
+            self.compared,
+            growth=self._growth(low) if fails else None,
+            parts=self._parting.is_wrong(step),
+        )
+        return examined(batch), reference
 
     def _scale(self, low: Outcome) -> float:
         """Return the loss scale of the step; that with which training begins where the script raised before that."""
@@ -677,7 +697,7 @@ class _Look:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types."""
         readings = self.low.readings.get(self.step, ())
-        exact = {key_of(entry): entry for entry in self.exact}
+        exact = by_key(self.exact)
         return {
             "step": self.step if self.fails else None,
             "looked_at": self.step,

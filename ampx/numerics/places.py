@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -59,14 +59,32 @@ def key_of(reading: Reading) -> Key:
     return reading.module, reading.operation, reading.direction, reading.call
 
 
+def by_key(readings: Iterable[Reading]) -> dict[Key, Reading]:
+    """Return the values of a run by their keys."""
+    return {key_of(entry): entry for entry in readings}
+
+
 def of_the_step(readings: Sequence[Reading]) -> tuple[Reading, ...]:
     """Leave out what is computed before the first module and behind the last backward: initializers and optimizers.
 
-    Where no module computes, it is not known where the step begins, and nothing is left out in front.
+    Where no module computes, it is not known where the step begins, and nothing is left out in front. Where the step
+    receives what is not finite, it begins with the operation that made it, if any did: the script prepares a batch.
     """
-    first = next((position for position, entry in enumerate(readings) if entry.module or entry.kind), 0)
     backward = [position for position, entry in enumerate(readings) if entry.direction == "backward"]
-    return tuple(readings[first : backward[-1] + 1 if backward else None])
+    return tuple(readings[_first_of_the_step(readings) : backward[-1] + 1 if backward else None])
+
+
+def _first_of_the_step(readings: Sequence[Reading]) -> int:
+    first = next((position for position, entry in enumerate(readings) if entry.module or entry.kind), 0)
+    broken = next((entry for entry in readings[first:] if entry.value.nonfinite or entry.inputs.nonfinite), None)
+    if broken is None or not broken.inputs.nonfinite:
+        return first
+    return next((position for position, entry in enumerate(readings[:first]) if is_origin(entry)), first)
+
+
+def is_origin(entry: Reading) -> bool:
+    """Return whether an operation makes what is not finite of what is."""
+    return bool(entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite)
 
 
 def outermost(readings: Sequence[Reading], module: str = "") -> Reading | None:
@@ -196,26 +214,29 @@ def first_wrong(
         dtype: The low precision.
         loss_is_wrong: Whether the loss is, whatever the outputs of modules are.
     """
-    forward = [(place, entry) for place, entry in enumerate(readings) if entry.direction == "forward"]
-    wrong = [place for place, entry in forward if is_wrong(entry, exact.get(key_of(entry)), dtype, place)]
+    wrong = wrong_values(readings, exact, dtype, "forward")
     end = len(readings) if loss_is_wrong and wrong else None
-    output = next((place for place in wrong if not readings[place].operation), end)
+    output = next((position for position in wrong if not readings[position].operation), end)
     if output is None:
         return None
-    spoilt = (place for place, entry in forward if place < output and _is_spoilt(entry, exact.get(key_of(entry))))
+    before = ((position, entry) for position, entry in enumerate(readings[:output]) if entry.direction == "forward")
+    spoilt = (position for position, entry in before if _is_spoilt(entry, exact.get(key_of(entry))))
     return next(spoilt, wrong[0])
+
+
+def wrong_values(
+    readings: Sequence[Reading], exact: Mapping[Key, Reading], dtype: str, direction: Direction
+) -> list[int]:
+    """Return the positions of finite values in a pass that are off by more than rounding could explain."""
+    own = ((position, entry) for position, entry in enumerate(readings) if entry.direction == direction)
+    errors = {position: error_of(entry, exact.get(key_of(entry))) for position, entry in own}
+    return [position for position, error in errors.items() if max(WRONG, bound(dtype, position)) < error < math.inf]
 
 
 def _is_spoilt(entry: Reading, other: Reading | None) -> bool:
     """Return whether a value has infinities or zeros that its exact value, or else what it came from, has not."""
     before = entry.inputs if other is None else other.value
     return entry.value.nonfinite > before.nonfinite or flushes(entry.value, before)
-
-
-def is_wrong(entry: Reading, other: Reading | None, dtype: str, position: int) -> bool:
-    """Return whether a finite value is off by more than rounding could explain."""
-    error = error_of(entry, other)
-    return math.isfinite(error) and error > max(WRONG, bound(dtype, position))
 
 
 def error_of(entry: Reading, other: Reading | None) -> float:

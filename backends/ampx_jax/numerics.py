@@ -28,6 +28,7 @@ from jax.extend import core, source_info_util
 
 import ampx
 from ampx.backend import CastPlan, Device
+from ampx.callers import line_of
 from ampx.formats import FORMATS
 from ampx.modules import check_patterns
 from ampx.numerics.probe import Direction, Probe, Reading, Replayed, Step, Watching
@@ -506,7 +507,7 @@ def place_of(equation: Any) -> str:
     for line in reversed(source_info_util.summarize(equation.source_info, 30).splitlines()):
         frame = _FRAME.fullmatch(line)
         if frame is not None and not frame[1].startswith(folders):
-            return f"{frame[1]}:{frame[2]}"
+            return line_of(frame[1], int(frame[2]))
     return ""
 
 

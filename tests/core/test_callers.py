@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import inspect
 import json
+import os
+import subprocess
 import sys
 import types
 
@@ -12,6 +14,7 @@ import pytest
 import ampx
 from ampx import callers
 
+HERE = min(__file__, os.path.relpath(__file__), key=len)
 LIBRARY = "def call(function):\n    return function()\n"
 
 
@@ -50,13 +53,35 @@ def test_the_line_is_the_script_s_and_not_a_library_s(imported, make_framework, 
     make_framework("alpha")
     module, _ = imported(name, folder, *neighbours)
     line = inspect.currentframe().f_lineno + 1
-    assert module.call(callers.script_line) == f"{__file__}:{line}"
+    assert module.call(callers.script_line) == f"{HERE}:{line}"
 
 
 @pytest.mark.parametrize("name", ["helpers", "project.training"])
 def test_modules_of_the_user_s_own_are_the_script(imported, name):
     module, file = imported(name, "project")
     assert module.call(callers.script_line) == f"{file}:2"
+
+
+@pytest.mark.parametrize(
+    ("file", "seen"),
+    [
+        ("project/train.py", "project/train.py"),
+        ("train.py", "train.py"),
+        ("../other/train.py", "../other/train.py"),
+        ("/train.py", "/train.py"),
+        ("<stdin>", "<stdin>"),
+    ],
+)
+def test_a_file_is_seen_from_where_python_was_started_where_that_is_shorter(file, seen, tmp_path, monkeypatch):
+    folder = tmp_path / "home"
+    (folder / "elsewhere").mkdir(parents=True)
+    path = file if file[0] in "/<" else os.path.normpath(folder / file)
+    code = f"import os\nfrom ampx import callers\nos.chdir('elsewhere')\nprint(callers.line_of({path!r}, 12))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{seen}:12\n"
 
 
 def test_a_warning_names_the_line_too(imported):
@@ -74,7 +99,7 @@ def test_the_innermost_line_of_the_script_is_found_in_a_traceback(imported):
 
     with pytest.raises(LookupError) as caught:
         module.call(lambda: module.call(fails))
-    assert callers.script_line_of(caught.value.__traceback__) == f"{__file__}:{fails.__code__.co_firstlineno + 1}"
+    assert callers.script_line_of(caught.value.__traceback__) == f"{HERE}:{fails.__code__.co_firstlineno + 1}"
     assert callers.script_line_of(None) == ""
 
 

@@ -219,8 +219,13 @@ def compared(runner, case, healthy):
         return "wrong", said
     right = "right and curing" if facts["fault"] and _cures(runner, case, facts["fault"]) else "right without cure"
     if first is None:
+        place = facts["fault"] and facts["fault"]["place"]  # of an operation outside of all modules, say
         named = any(name in parameter for name in case.modules if name for parameter in facts["flushed"])
-        return (right if named or not any(case.modules) else "silent"), said
+        if named or not any(case.modules):
+            return right, said
+        if place is None:
+            return "silent", said
+        return (right if is_true_place(case, place["module"], place["place"]) else "wrong"), said
     return (right if _is_true_first(case, first) else "wrong"), said
 
 

@@ -358,6 +358,20 @@ def test_a_training_ends_elsewhere_where_it_differs_by_more_than_its_own_noise(n
     assert facts["noise"] == (pytest.approx(0.08) if noise == 0.01 and loss < 1 else None)
 
 
+def test_rounded_runs_that_fail_are_not_made_again():
+    """They are asked for where the step is chosen, and where the end is judged."""
+    forced = []
+
+    def run(trial):
+        if trial.forced:
+            forced.append(trial.forced["*"])
+            raise TrialError("a module does not take what is rounded")
+        return elsewhere(0.01)(trial)
+
+    facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
+    assert (forced, facts["noise"]) == ([digits_of(11)], None)
+
+
 def test_what_the_script_itself_casts_and_overflows_is_named_though_losses_agree():
     def run(trial):
         lost = Stats(4, nonfinite=4)
@@ -368,6 +382,7 @@ def test_what_the_script_itself_casts_and_overflows_is_named_though_losses_agree
 
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
     assert (facts["fault"]["by_hand"], facts["fault"]["kind"], facts["modules"]["first"]) == (True, "overflow", None)
+    assert facts["fault"]["place"]["operation"] == "square"
     assert (
         "float32 itself overflows where the script casts by hand: check this before you rely on it." in facts["verdict"]
     )

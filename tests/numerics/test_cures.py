@@ -14,7 +14,7 @@ import pytest
 from ampx.formats import to_digits
 from ampx.numerics.batch import Refusal, Seen
 from ampx.numerics.cures import Change
-from ampx.numerics.diagnose import examined
+from ampx.numerics.diagnose import Setting, Suspect, examined
 from ampx.numerics.probe import Reading, Replayed
 from ampx.numerics.rounding import describe, round_to
 
@@ -93,7 +93,7 @@ class Chain:
         tried = []
         low = self.run(dtype, scale)
         again = self.again(dtype, scale, tried)
-        return examined(low, self.run(), dtype, scale, again, prepare_finds_modules=True), tried
+        return examined(Suspect(low, self.run(), Setting(dtype, scale, prepare_finds_modules=True), again)), tried
 
     def smallest_cures(self, dtype="float16", within=0.02):
         """Return the smallest sets of modules in float32 with which the loss is right: all sets, tried in turn."""
@@ -201,7 +201,9 @@ def test_what_cures_nothing_is_listed_and_nothing_is_called_a_cure():
     chain = Chain([("a", "relu", np.abs), by_hand], [30.0, 1.0])
     exact = Chain([("a", "relu", np.abs), ("b", "mul", lambda x: x * 1e4)], [30.0, 1.0]).run()
     tried = []
-    diagnosis = examined(chain.run("float16"), exact, "float16", 1.0, chain.again("float16", 1.0, tried))
+    diagnosis = examined(
+        Suspect(chain.run("float16"), exact, Setting("float16", 1.0), chain.again("float16", 1.0, tried))
+    )
     assert tried
     assert not any(experiment.cures for experiment in diagnosis.experiments)
     assert (diagnosis.kind, diagnosis.deny) == ("overflow", ())
@@ -211,9 +213,8 @@ def test_what_cures_nothing_is_listed_and_nothing_is_called_a_cure():
 
 
 def test_what_a_change_raises_is_put_on_record_and_is_no_cure():
-    diagnosis = examined(
-        OVERFLOWS.run("float16"), OVERFLOWS.run(), "float16", 1.0, lambda change, modules: Refusal("ValueError: no")
-    )
+    setting, refusal = Setting("float16", 1.0), Refusal("ValueError: no")
+    diagnosis = examined(Suspect(OVERFLOWS.run("float16"), OVERFLOWS.run(), setting, lambda change, modules: refusal))
     assert str(diagnosis.experiments[0]) == "with module 'b' in float32: ValueError: no"
     assert not any(experiment.cures for experiment in diagnosis.experiments)
 

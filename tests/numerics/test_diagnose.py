@@ -13,7 +13,7 @@ from ampx.numerics.batch import Refusal, Seen, in_one_line
 from ampx.numerics.causes import find_fault, gradient_fault
 from ampx.numerics.chain import chain
 from ampx.numerics.compare import padded
-from ampx.numerics.diagnose import diagnosed, examined
+from ampx.numerics.diagnose import Setting, Suspect, examined
 from ampx.numerics.operations import family
 from ampx.numerics.places import key_of
 from ampx.numerics.probe import Reading, Replayed, Stats
@@ -41,6 +41,11 @@ def read(operation, inputs, value, module="block", direction="forward", dtype="f
 def seen(*readings, loss=1.0, gradients=(1.0,), weights=(1.0,)):
     stats = describe(weights)
     return Seen(Replayed(loss, {"w": np.array(gradients, np.float32)}, {"w": stats}), tuple(readings))
+
+
+def diagnosed(low, reference, dtype, scale=1.0):
+    """Say where a batch first fails, and why, and try nothing."""
+    return examined(Suspect(low, reference, Setting(dtype, scale)))
 
 
 def in_both(operation, inputs, compute, dtype="float16"):
@@ -177,10 +182,30 @@ def test_a_backward_pass_that_overflows_is_told_from_a_scale_that_is_too_large()
     low = seen(forward, read("", [], [math.inf], direction="backward"), gradients=[math.inf])
     large = seen(forward, read("", [], [1e5], direction="backward", dtype="float32"))
     small = seen(forward, read("", [], [10.0], direction="backward", dtype="float32"))
-    diagnosis = diagnosed(low, large, "float16", 8.0, settled=low)
-    assert (diagnosis.kind, diagnosis.first_nonfinite.direction) == ("overflow", "backward")
-    scaled = diagnosed(low, small, "float16", 2.0**16, settled=small)
+    fault = find_fault(low, large, "float16", 8.0, low)
+    assert (fault.kind, fault.place.direction) == ("overflow", "backward")
+    scaled = examined(Suspect(low, small, Setting("float16", 2.0**16), lambda change, modules: small))
     assert (scaled.kind, scaled.precision_is_innocent) == ("loss scale", True)
+
+
+def test_a_scale_that_is_too_large_is_not_why_a_forward_pass_is_wrong():
+    """`1 - x * x` of an `x` that rounds to 1 is zero; only the loss scale makes a sum on the way back overflow."""
+
+    def run(dtype, difference, loss, largest):
+        forward = (sampled("rsub", [1.0, 0.996], difference, dtype), sampled("", [1.0, 1.0], [loss, loss], dtype))
+        slope = read("sum", [largest / 64] * 64, [largest], "critic", "backward", dtype)
+        return seen(*forward, slope, loss=loss, gradients=[largest])
+
+    low, settled, reference = (
+        run(*values)
+        for values in (
+            ("float16", [0.0, 0.004], 9.0, math.inf),
+            ("float16", [0.0, 0.004], 9.0, 64.0),
+            ("float32", [3e-3, 0.004], 6.0, 64.0),
+        )
+    )
+    fault = find_fault(low, reference, "float16", 1e3, settled)
+    assert (fault.kind, fault.place.operation, fault.stays_finite) == ("digits", "rsub", True)
 
 
 def test_the_derivative_of_a_root_at_zero_is_told_by_the_forward_pass():
@@ -267,7 +292,7 @@ def test_what_no_loss_scale_cures_is_looked_for_at_a_scale_of_one():
     def again(change, modules):
         return reference if change.float32 or change.dtype else low(change.scale)
 
-    diagnosis = examined(low(2.0**17), reference, "float16", 2.0**17, again)
+    diagnosis = examined(Suspect(low(2.0**17), reference, Setting("float16", 2.0**17), again))
     assert (diagnosis.first_nonfinite.operation, diagnosis.scale) == ("div_backward", 1.0)
     assert "9e+05 in float32, and float16's largest number is 65504" in diagnosis.why
 
@@ -351,7 +376,7 @@ def test_a_root_of_zeros_that_float32_has_too_is_not_why_a_gradient_overflows():
     back = {"direction": "backward", "module": "block"}
     low = seen(root, read("div", [1.0], [math.inf], **back), gradients=[math.inf])
     sound = seen(exact("sqrt", [0.0, 1.0], [0.0, 1.0]), exact("div", [1.0], [1e5], **back))
-    assert diagnosed(low, sound, "float16", settled=low).kind == "overflow"
+    assert find_fault(low, sound, "float16", 1.0, low).kind == "overflow"
 
 
 def test_risks_are_constants_and_losses_in_low_precision_and_no_shapes():
@@ -592,11 +617,11 @@ def test_constants_that_overflow_or_flush_are_risks_and_small_data_is_none(opera
 def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
     error = RuntimeError("value cannot be converted to Half without overflow\nat line 3")
     exact = seen(sampled("relu", [1.0], [1.0]), sampled("masked_fill", [1.0], [-1e9, 1.0], "float32"))
-    diagnosis = examined(Refusal(in_one_line(error)), exact, "float16", 8.0, None)
+    diagnosis = examined(Suspect(Refusal(in_one_line(error)), exact, Setting("float16", 8.0)))
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("mask", "masked_fill")
     assert diagnosis.last_finite.operation == "relu"
     assert diagnosis.why.endswith("without overflow).")
-    other = examined(Refusal(in_one_line(ValueError(""))), seen(), "float16", 8.0, None)
+    other = examined(Suspect(Refusal(in_one_line(ValueError(""))), seen(), Setting("float16", 8.0)))
     assert (other.kind, other.first_nonfinite, other.precision_is_innocent) == ("error", None, False)
     assert "ValueError: (no message)" in other.why
 
@@ -614,14 +639,15 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
         sampled("index_add", [1.0], [1.0]),
     )
     refusal = Refusal("RuntimeError: no", exact.readings[:2], "train.py:3")
-    diagnosis = examined(refusal, exact, "bfloat16", 1.0, None, prepare_finds_modules=True)
+    diagnosis = examined(Suspect(refusal, exact, Setting("bfloat16", 1.0, prepare_finds_modules=True)))
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("error", "index_add")
     advised = [
         "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # may cure it: keep it in float32",
         "model = amp.prepare(model)  # which has that module, before wrap_optimizer",
     ]
     assert diagnosis.advice.splitlines() == advised
-    assert examined(refusal, exact, "bfloat16", 1.0, None).advice.splitlines() == advised[:1]  # calls find the module
+    calls = Suspect(refusal, exact, Setting("bfloat16", 1.0))  # which find the module
+    assert examined(calls).advice.splitlines() == advised[:1]
     assert "  raises: the output of index_add in module 'block'" in str(diagnosis)
 
 
@@ -692,7 +718,7 @@ def test_what_cures_a_step_and_not_those_behind_it_is_no_cure():
         tried.append(change)
         return replace(exact, fails_later=change.dtype is None)
 
-    diagnosis = examined(low, exact, "float16", 1.0, again)
+    diagnosis = examined(Suspect(low, exact, Setting("float16", 1.0), again))
     assert (tried[0].float32, tried[-1].dtype) == (("norm",), "bfloat16")
     assert str(diagnosis.experiments[0]).endswith("finite, 0 % from float32's, and the next steps fail")
     assert [entry.cures for entry in diagnosis.experiments] == [False] * (len(tried) - 1) + [True]
@@ -740,7 +766,7 @@ def test_gradients_that_flush_at_the_largest_loss_scale_are_a_fault_if_a_change_
     def again(change, modules):
         return reference if cured else run([0.0] * 64, "float16")
 
-    diagnosis = examined(run([0.0] * 64, "float16"), reference, "float16", 1.0, again)
+    diagnosis = examined(Suspect(run([0.0] * 64, "float16"), reference, Setting("float16", 1.0), again))
     assert (diagnosis.kind, diagnosis.deny) == (kind, ("module:block",) if kind == "flush" else ())
 
 
@@ -758,8 +784,8 @@ def test_a_wrong_gradient_is_named_only_if_float32_there_brings_the_losses_toget
         tried.append(change.float32)
         return run([4e-3], "float32", loss)
 
-    low = run([0.0], "bfloat16", 1.0)
-    diagnosis = examined(low, reference, "bfloat16", 1.0, again, parts=True)
+    batch = Suspect(run([0.0], "bfloat16", 1.0), reference, Setting("bfloat16", 1.0), again)
+    diagnosis = examined(replace(batch, parts=True))
     assert tried[0] == ("block",)
     assert (diagnosis.kind, diagnosis.deny) == (kind, ("module:block",) if kind == "digits" else ())
-    assert examined(low, reference, "bfloat16", 1.0, again).kind == "healthy"  # where the losses do not part
+    assert examined(batch).kind == "healthy"  # where the losses do not part

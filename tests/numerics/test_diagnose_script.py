@@ -191,6 +191,23 @@ def test_what_initializers_and_optimizers_compute_is_no_part_of_the_step():
     assert of_the_step([read("square"), read("log")]) == (read("square"), read("log"))  # no module computes
 
 
+def test_a_batch_that_the_script_itself_prepares_is_part_of_the_step_where_it_is_not_finite():
+    def read(operation, nan, received, kind=""):
+        stats = [Stats(96, nonfinite=count, nan=count, largest=2.0) for count in (nan, received)]
+        return Reading("", kind, operation, "forward", 0, "float32", *stats)
+
+    product = read("MatMul", 96, 16, "Forecast")
+    step = (read("RealDiv", 16, 0), read("Cast", 16, 16), product, read("", 96, 16, "Forecast"))
+    assert of_the_step([read("uniform", 0, 0), read("Sub", 0, 0), *step]) == step
+    division = fails_in_float32(*of_the_step([read("Sub", 0, 0), *step]))
+    assert (division.kind, division.place.operation) == ("division", "RealDiv")
+    batch = fails_in_float32(*of_the_step(step[1:]))
+    assert (batch.kind, batch.place.operation) == ("data", "MatMul")  # no operation made it
+
+    sound = (read("MatMul", 0, 0, "Forecast"), read("", 0, 0, "Forecast"), read("log", 96, 0))
+    assert of_the_step([read("RealDiv", 1, 0), *sound]) == sound  # of a metric, say
+
+
 def test_an_infinity_that_becomes_a_finite_number_is_no_failure():
     """The scores of a causal attention have one, whether a mask is filled in or added."""
 
@@ -364,6 +381,16 @@ def test_a_loss_is_wrong_that_is_further_off_than_rounding_moves_it(noise, step)
     _, result = trains((1.0, 1.05, 0.93), (1.0, 1.0, 1.0), noise=noise)
     assert result["looked_at"] == step
     assert ("Nothing failed" in result["verdict"]) == (noise == 0.01)
+
+
+@pytest.mark.parametrize(("noise", "step"), [(0.01, 3), (0.06, 1), (math.inf, 1)])
+def test_rounding_that_breaks_the_first_step_by_itself_excuses_nothing_there(noise, step):
+    """Losses are off by 2 % and later by 7 %: less than eight times 1 %, and eight times 6 % is beyond all that may be.
+
+    Of the first step weights are the same, so that no other way of training explains what it is off by.
+    """
+    _, result = trains((1.02, 1.0, 0.93), (1.0, 1.0, 1.0), noise=noise)
+    assert result["looked_at"] == step
 
 
 def test_of_skipped_steps_the_first_in_the_last_row_is_looked_at_where_no_loss_scale_is_why():

@@ -4,6 +4,7 @@ import copy
 import copyreg
 import dataclasses
 import io
+import os
 import pickle
 import time
 from collections import OrderedDict
@@ -196,7 +197,7 @@ def test_operations_are_read_with_module_and_line_forward_and_backward():
     (exp,) = seen(watch.readings(), operation="exp")
     assert (exp.module, exp.kind) == ("1", "Middle")
     file, line = exp.place.rsplit(":", 1)
-    assert (file, int(line)) == (__file__, Middle.forward.__code__.co_firstlineno + 1)
+    assert (file, int(line)) == (os.path.relpath(__file__), Middle.forward.__code__.co_firstlineno + 1)
     assert exp.inputs.elements == exp.value.elements == 8
     assert exp.value == seen(watch.readings())[1].value
     backward = [r for r in watch.readings() if r.direction == "backward" and r.operation]
