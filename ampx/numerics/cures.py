@@ -17,11 +17,11 @@ from ampx.modules import outer_name
 from .batch import Refusal, Seen
 from .causes import Fault, Kind, first_flushed, loss_is_wrong, lost_gradients
 from .compare import relative_error
+from .forcing import inside
 from .operations import family
 from .places import WRONG, Key, by_key, error_of, first_failing, first_wrong, is_low, key_of
 from .probe import Reading
 from .tolerance import percent
-from .tune import inside
 
 # So many sets of modules are tried; each takes a run.
 TRIES: Final = 4

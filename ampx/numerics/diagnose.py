@@ -18,11 +18,11 @@ from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault
 from .chain import Link, chain
 from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model
+from .forcing import kept_in_float32, rounded_alone
 from .operations import normalised
 from .places import WRONG, Place, by_key, last_finite
 from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
-from .tune import kept_in_float32, rounded_alone
 
 # Elements of each value that are compared with float32's.
 SAMPLES: Final = 1024

@@ -20,12 +20,12 @@ from .causes import Growth, loss_error
 from .compare import bound, module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, Setting, Suspect, examined
+from .forcing import kept_in_float32
 from .meter import LOST
 from .places import WRONG, Place, by_key, cast_by_hand, key_of, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
 from .tolerance import Distance, by_rounding, percent, rounding
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
-from .tune import kept_in_float32
 
 SCHEMA: Final = "ampx.diagnose/1"
 _LOW: Final = ("float16", "bfloat16")  # in which weights may be stored

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+import glob
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ampx.errors import UnsupportedDtypeError
-from ampx.formats import FORMATS, find_digits
+from ampx.formats import FORMATS, digits_of, find_digits
 from ampx.modules import Names, last_match
 
 
@@ -65,3 +66,23 @@ class Forcer(abc.ABC):
         with self.computing(dtype):
             inputs, options = self.cast((inputs, options), dtype)
             return forward(*inputs, **options)
+
+
+def inside(name: str, outer: str) -> bool:
+    """Return whether a module stands in another."""
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+def kept_in_float32(names: Iterable[str], modules: Sequence[str]) -> dict[str, str]:
+    """Return what `Probe.force` takes to compute modules, and all inside them, in float32."""
+    forced: dict[str, str] = {}
+    for name in sorted(names):
+        forced[glob.escape(name)] = "float32"
+        if any(inside(other, name) for other in modules):
+            forced[f"{glob.escape(name)}.*" if name else "*"] = "float32"
+    return forced
+
+
+def rounded_alone(name: str, modules: Sequence[str], bits: int) -> dict[str, str]:
+    """Return what `Probe.force` takes to round what a module, and all inside it, take and return to so many bits."""
+    return dict.fromkeys(kept_in_float32([name], modules), digits_of(bits))

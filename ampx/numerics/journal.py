@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-SCHEMA: Final = "ampx.tune.journal/1"
+SCHEMA: Final = "ampx.tune.journal/2"
 _BLOCK: Final = 2**20  # bytes of a file that are read at once: a checkpoint may be larger than memory
 
 
@@ -31,7 +31,7 @@ class Journal:
         self._head = ""
         self._goes_on = False
 
-    def begin(self, question: Mapping[str, Any]) -> dict[str, str]:
+    def begin(self, question: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the verdicts on this question by what was kept in float32; begin anew where it is another one.
 
         Args:
@@ -40,14 +40,14 @@ class Journal:
         self._head = json.dumps({"schema": SCHEMA, "question": question, "start": self._start}, sort_keys=True)
         lines = [] if self._path is None or not self._path.is_file() else self._path.read_text("utf-8").splitlines()
         self._goes_on = lines[:1] == [self._head]
-        verdicts: dict[str, str] = {}
+        verdicts: dict[str, dict[str, Any]] = {}
         for line in lines[1:] if self._goes_on else ():
             with suppress(ValueError):  # the last line may be half written
                 verdicts.update(json.loads(line))
         return verdicts
 
-    def note(self, kept: str, verdict: str) -> None:
-        """Add a verdict."""
+    def note(self, kept: str, verdict: Mapping[str, Any]) -> None:
+        """Add a verdict, of plain JSON types."""
         self._write([*([] if self._goes_on else [self._head]), json.dumps({kept: verdict})])
         self._goes_on = True
 

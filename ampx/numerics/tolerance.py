@@ -155,7 +155,7 @@ def rounding(dtype: str, seed: int) -> dict[str, str]:
     return {"*": digits_of(max(1, FORMATS[dtype].bits - seed))}
 
 
-def by_rounding(dtype: str, *noises: Distance) -> Tolerance:
+def by_rounding(dtype: str, *noises: Distance, moved: float = 0.0) -> Tolerance:
     """Return the tolerance that the noise of a script explains: how far runs by `rounding` are from one another.
 
     So may be runs that were meant to be the same.
@@ -166,11 +166,13 @@ def by_rounding(dtype: str, *noises: Distance) -> Tolerance:
 
     Gradients jump where a value crosses a threshold, such as ReLU's. By rounding it does so in one run or in the other,
     or by chance in none, and then nothing is known of that noise: they may be off by what `MARGIN` roundings of
-    bfloat16 explain, whatever the dtype. What a dtype flushes or overflows is off by more.
+    bfloat16 explain, whatever the dtype. What a dtype flushes or overflows is off by more. Steps by such gradients move
+    the losses behind them: of that way as much may be off, beside the resolution of bfloat16.
 
     Args:
         dtype: The low precision.
         noises: Distances of runs with neighbouring seeds, and of the same run from itself.
+        moved: How far steps move the losses, relative to their norm.
     """
     digits = 2.0 ** -FORMATS[dtype].bits
     finest = {"forward": digits, "backward": max(RESOLUTION, digits)}
@@ -179,8 +181,9 @@ def by_rounding(dtype: str, *noises: Distance) -> Tolerance:
     for error in (error for noise in noises for error in noise.values if math.isfinite(error.error)):
         before = values.get(place_of(error), least[error.direction])
         values[place_of(error)] = max(before, MARGIN * error.error)
+    least_loss = min(LARGEST_TOLERANCE, RESOLUTION + least["backward"] * moved)
     return Tolerance(
-        max(_explained(noise.loss, RESOLUTION) for noise in noises),
+        max(_explained(noise.loss, least_loss) for noise in noises),
         max(_explained(noise.gradients, least["backward"]) for noise in noises),
         values,
     )

@@ -11,7 +11,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -31,12 +31,14 @@ from .causes import find_fault
 from .compare import MARGIN, ModuleError, error_map, module_errors, relative_error
 from .cures import low_operation
 from .diagnose_script import Parting, losses_off, lost_updates
+from .forcing import inside, kept_in_float32, rounded_alone
 from .journal import Journal, digest_of
 from .operations import failing
 from .places import cast_by_hand, key_of, of_the_step
 from .probe import Reading, Replayed, Watching
+from .ranking import by_error, first_order
 from .template import Imported
-from .timing import busy
+from .timing import busy, slow_modules
 from .tolerance import (
     LARGEST_TOLERANCE,
     Distance,
@@ -50,23 +52,8 @@ from .tolerance import (
     with_joined_gradients,
 )
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, step_errors, warm_up_of
-from .tune import (
-    NOTHING,
-    Choice,
-    Kept,
-    Search,
-    TunedPolicy,
-    by_error,
-    first_order,
-    in_float32,
-    inside,
-    kept_in_float32,
-    minimal,
-    most_runs,
-    rounded_alone,
-    searched,
-    slow_modules,
-)
+from .tune_search import NOTHING, Kept, Search, Verdict, minimal, most_runs, searched
+from .tuned_policy import Choice, TunedPolicy, in_float32
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
@@ -268,7 +255,7 @@ class _ScriptSearch(Search[Outcome]):
             self._repeat_float32()
             self._sample_noise_again()  # before anything is blamed
             self.tolerance = self._explained().at(tolerance)
-        self.failures.update(self._known(tolerance))
+        self.recalled = self._recalled(tolerance)
         self.failures[NOTHING] = self.failure(self.first)
         self._rank_errors()
 
@@ -283,7 +270,7 @@ class _ScriptSearch(Search[Outcome]):
                 if entry.direction == "forward" and math.isinf(entry.error):
                     self.broken_outputs.add(entry.module)
 
-    def _known(self, tolerance: float | None) -> dict[Kept, str]:
+    def _recalled(self, tolerance: float | None) -> dict[Kept, Verdict]:
         """Return the verdicts of a search for the same that was interrupted."""
         program, trial = self.trial.program, self.trial
         asked = {name: getattr(trial, name) for name in ("seed", "steps", "framework")}
@@ -303,10 +290,10 @@ class _ScriptSearch(Search[Outcome]):
         )
         if verdicts:
             self.progress(f"{program.name}: {len(verdicts)} runs of a search that was interrupted are known …", None)
-        return {Kept(*map(frozenset, json.loads(kept))): verdict for kept, verdict in verdicts.items()}
+        return {Kept(*map(frozenset, json.loads(kept))): Verdict(**verdict) for kept, verdict in verdicts.items()}
 
-    def note(self, kept: Kept) -> None:
-        self.journal.note(json.dumps([sorted(kept.modules), sorted(kept.operations)]), self.failures[kept])
+    def note(self, kept: Kept, verdict: Verdict) -> None:
+        self.journal.note(json.dumps([sorted(kept.modules), sorted(kept.operations)]), asdict(verdict))
 
     def _fitting(self) -> float:
         """Return the loss scale whose gradients fit in all watched steps."""
@@ -317,8 +304,16 @@ class _ScriptSearch(Search[Outcome]):
         """Return what rounding explains, measured where modules have names."""
         if self.rounded and not any(run.raised for run in self.rounded):
             apart = [self.distance(second, first) for first, second in itertools.pairwise(self.rounded)]
-            return by_rounding(self.dtype, *apart, *self.spared, *self.repeated)
+            return by_rounding(self.dtype, *apart, *self.spared, *self.repeated, moved=self._moved())
         return by_count(self.dtype, len(self.reference.readings[1]), *self.repeated)
+
+    def _moved(self) -> float:
+        """Return how far the losses of float32 are from the first of their optimizer, relative to their norm."""
+        if self.for_inference:
+            return 0.0
+        curves = [[loss for loss in curve if loss is not None] for curve in self.reference.curves()]
+        first = [curve[0] for curve in curves for _ in curve]
+        return relative_error(np.array(first), np.array([*itertools.chain(*curves)]))
 
     def _rounded(self, seed: int, spared: Sequence[str] = ()) -> Outcome:
         """Run in float32 with all modules rounded but some, which those around them hand on to them as it is."""

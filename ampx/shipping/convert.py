@@ -22,7 +22,7 @@ from ampx.errors import (
 )
 from ampx.numerics.compare import bound, check_tolerance, relative_error
 from ampx.numerics.tolerance import LARGEST_TOLERANCE
-from ampx.numerics.tune import minimal
+from ampx.numerics.tune_search import minimal
 from ampx.plugins import default_registry
 from ampx.policy import Dtype, normalise_dtype
 from ampx.session import listed, sessions

@@ -38,7 +38,9 @@ of ours sees the case:
 - **accused**: a fault is named of a twin.
 
 What `tune` keeps in float32 is true if it is one of `deny` or `operations`, or in a module at fault; or if its reason
-says that it is kept for what fails behind it, and names there a module at fault or the line that holds `code`.
+says that it is kept for what fails behind it, and names there a module at fault or the line that holds `code`. Where it
+finds nothing to keep and stays in float32, it is right without cure if it names these as what fails in the dtype, and
+wrong if it names others.
 
 The advice of `compare` is carried out, too. It is right if the value that it says differs first is of a module at fault
 or inside of it, or is one of `gradient`; where no module is at fault, if it names no output of any and does not rely on

@@ -3,7 +3,8 @@
     python tests/corpus/native_torch.py float16 tests/corpus/scripts/torch/pixel_norm.py@4
 
 prints, for the script and for its twin, losses in float32 and in the dtype, the first operations that are not finite
-with the module that was running, and the modules whose outputs in the first step are farthest from float32's.
+with the module that was running, and the modules whose outputs, and the parameters whose gradients, are farthest from
+float32's in the first step.
 `SCRIPT@NAME,NAME` also keeps these modules in float32.
 """
 
@@ -73,6 +74,7 @@ class Watch:
         self.kept, self.scale = kept, scale
         self.names, self.stack, self.outputs, self.broken = {}, [], [], []
         self.step, self.backward, self.skipped, self.roots = 1, False, [], 0
+        self.gradients = []
 
     def note(self, operation, value):
         where = self.names.get(self.stack[-1], "?") if self.stack else ""
@@ -129,6 +131,10 @@ class Watch:
 
     def before_step(self, optimizer, *_):
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.step == 1:
+            own = {module: module.named_parameters(self.names[module], recurse=False) for module in self.names}
+            names = {parameter: name for pairs in own.values() for name, parameter in pairs}
+            self.gradients += [(names.get(p, "?"), p.grad.float().flatten().clone()) for p in parameters]
         if not all(p.grad.isfinite().all() for p in parameters):
             self.skipped.append(self.step)
             self.scale = max(1.0, self.scale / 4)
@@ -164,6 +170,7 @@ def run(script, options, dtype, kept, scale):
         "losses": losses,
         "broken": watch.broken,
         "outputs": watch.outputs,
+        "gradients": watch.gradients,
         "skipped": watch.skipped,
         "raised": raised,
     }
@@ -215,6 +222,9 @@ def look(arguments, options):
     rows = worst(low["outputs"], exact["outputs"])
     first = next((row for row in rows if row[0] > arguments.error), None)
     print("      first module off by more than", arguments.error, first, "worst", sorted(rows, key=lambda r: -r[0])[:3])
+    joined = ([("all", torch.cat([value for _, value in run["gradients"]])), *run["gradients"]] for run in (low, exact))
+    together, *rows = worst(*joined) if low["gradients"] and exact["gradients"] else [()]
+    print("      gradients", *together, "worst", sorted(rows, key=lambda r: -r[0])[:3])
     if arguments.float32:
         kept = forked(arguments.script, options, arguments.dtype, arguments.float32, arguments.scale)
         print("   kept:    ", short(kept["losses"]), kept["skipped"], kept["raised"] or "", kept["broken"][:2])

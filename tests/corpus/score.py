@@ -180,12 +180,22 @@ def tuned(runner, case, healthy):
     said += f" deny: {reasons} runs: {facts['runs']}"
     if healthy:
         return ("accused" if deny or policy["dtype"] != case.dtype else "right"), said
-    if policy["dtype"] != case.dtype or case.float32 == "fails":
+    if policy["dtype"] != case.dtype:
+        return names_what_fails(case, said), said
+    if case.float32 == "fails":
         return "silent", said
     if not runner.is_cured_by((runner.folder / "tuned.toml").read_text()):
         return "wrong", f"{said} [its policy does not make the run healthy]"
     true = (is_true_entry(case, entry["entry"]) or names_the_fault(case, entry["reason"]) for entry in policy["deny"])
     return ("right and curing" if all(true) else "wrong"), said
+
+
+def names_what_fails(case, said):
+    """Judge advice to stay in float32 by what it says fails in the dtype: a module, a line of the script, nothing."""
+    module = re.search(r"in module '([^']*)'", said)
+    if not module and f"{case.name}.py:" not in said:
+        return "silent"
+    return "right without cure" if is_true_place(case, module[1] if module else "", said) else "wrong"
 
 
 def names_the_fault(case, reason):
@@ -403,6 +413,7 @@ No mark: not run. ○ is the best that other tools reach, which give no advice.
 
 - `tune` is right, too, where float32 itself fails and it says so. It is wrong if the script does not train by its
   policy as in float32, or if the policy keeps in float32 what is not at fault, unless its reason there names what is.
+  Where it finds nothing to keep and stays in float32, it is judged by what it says fails in the dtype: without cure.
 - `compare` is right if the module that it says is at fault is; where none is, if it names none; where float32 fails,
   if it says so.
 - Other tools are judged by the module or the line that they name; where only a module of a library is at fault, any

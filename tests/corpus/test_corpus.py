@@ -10,7 +10,7 @@ import pytest
 
 from corpus import FRAMEWORKS, SCRIPTS, cases, losses_of
 from processes import run_python
-from score import JUDGES, RESULTS, VERDICTS, Runner
+from score import JUDGES, RESULTS, VERDICTS, Runner, names_what_fails
 
 HEALTHY = "right"  # of twins
 
@@ -26,6 +26,22 @@ def test_every_script_has_its_truth_and_its_twin(framework):
         assert "ampx" not in text, name
         assert ast.get_docstring(ast.parse(text)), name
         assert not named[name].code or named[name].code in text, name
+
+
+@pytest.mark.parametrize(
+    ("says", "verdict"),
+    [
+        ("the gradient computed by div (bert_distance.py:{at}) is not finite", "right without cure"),
+        ("the gradient computed by div (bert_distance.py:3) is not finite", "wrong"),
+        ("the output of module in module 'pooler' (activations.py:{at}) is not finite", "wrong"),
+        ("whichever modules were tried in float32.", "silent"),
+    ],
+)
+def test_advice_to_stay_in_float32_is_judged_by_the_fault_that_it_names(says, verdict):
+    (case,) = (case for case in cases("torch") if case.name == "bert_distance")
+    lines = case.script.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines, 1) if case.code in line)
+    assert names_what_fails(case, f"Stay in float32: in float16 losses differ, {says.format(at=at)}") == verdict
 
 
 def recorded(case, twin, tool):

@@ -13,28 +13,23 @@ import ampx
 from ampx.numerics import tune as tuning
 from ampx.numerics.batch import Seen
 from ampx.numerics.compare import ModuleError
+from ampx.numerics.forcing import inside, kept_in_float32
 from ampx.numerics.probe import Probe, Reading, Replayed, Stats
+from ampx.numerics.ranking import by_error, first_order
+from ampx.numerics.timing import fastest, slow_modules
 from ampx.numerics.tolerance import Distance, by_rounding, with_joined_gradients
-from ampx.numerics.tune import (
-    Choice,
+from ampx.numerics.tune_search import (
     Kept,
     Search,
-    TunedPolicy,
     at_fault,
-    by_error,
     fails_outside,
-    fastest,
-    first_order,
-    in_float32,
-    inside,
-    kept_in_float32,
     minimal,
     most_runs,
     needed,
     not_faster,
     searched,
-    slow_modules,
 )
+from ampx.numerics.tuned_policy import Choice, TunedPolicy, in_float32
 from toy.framework import Dense, Module, Tensor, casting_state, product, total
 from toy.implicit import ImplicitToy
 from toy.numerics import ToyProbe

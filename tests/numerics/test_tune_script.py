@@ -17,8 +17,9 @@ from ampx.numerics.compare import bound
 from ampx.numerics.probe import Reading, Stats
 from ampx.numerics.report import exclusion_lines
 from ampx.numerics.trial import Outcome
-from ampx.numerics.tune import Choice, TunedPolicy, most_runs
+from ampx.numerics.tune import Choice, TunedPolicy
 from ampx.numerics.tune_script import check_options, exclusions, tune_script
+from ampx.numerics.tune_search import most_runs
 from ampx.policy import PolicyFile
 from ampx.run import RunSettings
 from ampx.run.program import Program
@@ -363,6 +364,52 @@ def test_what_fails_is_looked_for_in_the_step_that_fails():
     ]
 
 
+class Scaled(Pretended):
+    """Stands for a script whose gradients overflow at a loss scale above 64, unless layers stay in float32."""
+
+    def __call__(self, trial):
+        outcome = super().__call__(trial)
+        low = trial.settings.dtype != "float32"
+        skips = low and trial.settings.loss_scale > 64 and len(trial.settings.deny) == 1
+        optimizer = {"group": 0, "skipped": [1] if skips else [], "scales": [], "initial_scale": 1.0}
+        run = {**outcome.run, "optimizers": [optimizer]}
+        return replace(outcome, run=run)
+
+
+@pytest.mark.parametrize(
+    ("script", "dtype"),
+    [
+        (lambda: Pretended(("layer2", "layer7")), "bfloat16"),
+        (lambda: Late(), "bfloat16"),
+        (lambda: OutsideOfModules(), "bfloat16"),
+        (lambda: Scaled(("layer2", "layer7")), "float16"),
+    ],
+    ids=["modules", "in a later step", "outside of modules", "loss scale falls"],
+)
+def test_a_search_that_was_interrupted_makes_the_decisions_of_one_that_was_not(tmp_path, script, dtype):
+    def searched(trials, ends_before=None):
+        """Return the answer of a search, and note its trials."""
+
+        def run(trial):
+            if len(trials) == ends_before:
+                raise KeyboardInterrupt
+            trials.append(trial)
+            return pretended(trial)
+
+        pretended, journal = script(), tmp_path / "ampx.toml.search"
+        options = {"steps": 2, "tolerance": 0.01, "repeats": 0, "journal": journal}
+        return tune_script(Program("a.py"), RunSettings(dtype), run=run, **options)
+
+    whole = []
+    answer = searched(whole)
+    for runs in range(1, len(whole)):
+        with pytest.raises(KeyboardInterrupt):
+            searched([], ends_before=runs)
+        resumed = []
+        assert searched(resumed) == answer
+        assert resumed[runs - len(whole) :] == whole[runs:]
+
+
 def test_operations_that_would_do_in_place_of_a_module_are_named():
     policy, _ = tuned(Breaking(late=False))
     assert [(choice.entry, choice.reason) for choice in policy.deny] == [
@@ -589,19 +636,42 @@ def test_precision_is_not_blamed_where_runs_in_float32_differ():
         tuned(DrawnAnew(()))
 
 
-@pytest.mark.parametrize(("noise", "kept"), [(0.0, ["module:layer3"]), (0.002, [])])
+@pytest.mark.parametrize(("noise", "kept"), [(0.0, ["module:layer3"]), (0.0038, [])])
 def test_what_eight_times_the_noise_of_float32_explains_is_blamed_on_no_module(noise, kept):
     class Noisy(Pretended):
         def __call__(self, trial):
             outcome = super().__call__(trial)
             again = self.runs == 5  # in float32: once watched, twice rounded, and once in low precision before
-            losses = [loss * (1 + noise * again) if loss < 5.0 else 0.51 for loss in outcome.losses]
+            losses = [loss * (1 + noise * again) if loss < 5.0 else 0.53 for loss in outcome.losses]
             return replace(outcome, losses=tuple(losses), readings=Pretended(())(trial).readings)
 
     policy, report = tuned(Noisy(("layer3",)), tolerance=None)
     assert policy.tolerance == 2**-5
     assert [choice.entry for choice in policy.deny] == kept
-    assert any("differ from run to run in float32, by 0.2 %" in note for note in report["notes"]) == bool(noise)
+    assert any("differ from run to run in float32, by 0.38 %" in note for note in report["notes"]) == bool(noise)
+
+
+@pytest.mark.parametrize(
+    ("losses", "off", "kept"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), 0.004, []),
+        ((1.0, 1.0, 1.0, 1.0), 0.005, ["module:layer3"]),  # 0.43 %
+        ((4.0, 1.0, 3.0, 0.5), 0.015, []),  # 0.94 %; 0.39 % and 3.1 % of 22 % are 1.07 %
+        ((4.0, 1.0, 3.0, 0.5), 0.020, ["module:layer3"]),  # 1.25 %; as one curve, it would have moved by 92 %
+    ],
+)
+def test_losses_may_be_off_by_3_percent_of_the_way_that_training_moves_them(losses, off, kept):
+    """Gradients may be off by so much, which make that way; two optimizers take turns here."""
+
+    class Moving(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            low = trial.settings.dtype != "float32" and "module:layer3" not in trial.settings.deny
+            later = tuple(loss * (1 + off * low) for loss in losses[1:])
+            return replace(outcome, losses=(losses[0], *later), losses_of=("a", "b", "a", "b"))
+
+    policy, _ = tuned(Moving(()), tolerance=None, steps=4)
+    assert [choice.entry for choice in policy.deny] == kept
 
 
 def test_noise_is_measured_where_rounding_does_not_break_the_run():
