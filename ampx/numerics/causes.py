@@ -224,13 +224,15 @@ class Case:
 
     def lost_constant(self, pole: float = 0.0) -> str:
         """Say which constant, in whatever module, rounds to the pole it was to keep values away from; "" for none."""
-        return next(filter(None, (self._lost_constant(*pair, pole) for pair in self._pairs())), "")
+        said = (self._bound_at(*pair, pole) if pole else self._constant_at_zero(*pair) for pair in self._pairs())
+        return next(filter(None, said), "")
 
-    def _lost_constant(self, entry: Reading, exact: Reading, pole: float) -> str:
+    def _bound_at(self, entry: Reading, exact: Reading, pole: float) -> str:
+        passes = normalised(entry.operation) in _BOUNDS and reaches(entry.value, pole, exact.value)
+        return f", because {Place.of(entry).source} does not keep them from {pole:g} in {self.dtype}" if passes else ""
+
+    def _constant_at_zero(self, entry: Reading, exact: Reading) -> str:
         bounds, source = normalised(entry.operation) in _BOUNDS, Place.of(entry).source
-        if pole:
-            passes = bounds and reaches(entry.value, pole, exact.value)
-            return f", because {source} does not keep them from {pole:g} in {self.dtype}" if passes else ""
         has_lost = entry.value.zeros > exact.value.zeros
         # Where a dtype is simulated, a module rounds what it receives and returns, and no operation of it.
         will_lose = 0 < entry.value.smallest <= self.form.flushes_to

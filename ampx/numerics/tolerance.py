@@ -137,10 +137,17 @@ def with_joined_gradients(readings: Iterable[Reading]) -> list[Reading]:
         before = joined.get(key)
         if before is None:
             joined[key] = entry if entry.direction == "forward" else replace(entry, call=0)
-        elif before.sample is not None and entry.sample is not None:
-            value = replace(before.value, nonfinite=before.value.nonfinite + entry.value.nonfinite)
-            joined[key] = replace(before, value=value, sample=np.concatenate([before.sample, entry.sample]))
+        else:
+            joined[key] = _joined(before, entry)
     return list(joined.values())
+
+
+def _joined(before: Reading, entry: Reading) -> Reading:
+    """Return two values as one; without samples the first."""
+    if before.sample is None or entry.sample is None:
+        return before
+    value = replace(before.value, nonfinite=before.value.nonfinite + entry.value.nonfinite)
+    return replace(before, value=value, sample=np.concatenate([before.sample, entry.sample]))
 
 
 def by_count(dtype: str, roundings: int, *noises: Distance) -> Tolerance:

@@ -515,6 +515,9 @@ class _ScriptSearch(Search[Outcome]):
             ("the output differs", self._of_output()) if self.for_inference else ("losses differ", self.tolerance.loss)
         )
         reason = f"in {self.dtype} {what} from float32's by more than {self.limit(percent(tolerance))}"
+        trains_alike = not (self.for_inference or self.first.raised or self.first.skipped)
+        if trains_alike and self.loss_error(self.first, self.reference) <= tolerance:
+            reason = f"in {self.dtype} {self.failure(self.first)}"
         if self.unnamed:
             why = _nothing_watched(self.trial, self.reference)
             raise TrialError(f"{reason}, and no list of operations cures that: {why}")
