@@ -342,13 +342,13 @@ def _division(case: Case) -> Cause | None:
     # What the dtype flushes is zero whatever was subtracted before.
     if case.cancelled is not None and case.holds_inputs:
         return "digits", f"is not finite: it divides by zero, because {_of_difference(case.cancelled, dtype)}"
+    lost = case.lost_constant()
     smallest = "" if case.holds_inputs else f", whose smallest number is {case.form.smallest:.2g}"
     why = (
-        f"is not finite: its divisor is zero in {dtype}{smallest}; in float32 its smallest input is "
+        f"is not finite: its divisor is zero in {dtype}{lost or smallest}; in float32 its smallest input is "
         f"{reference.inputs.smallest:.2g}"
     )
-    lost = case.lost_constant()
-    return ("epsilon", f"{why}{lost}") if lost else ("division", f"{why}{_of_flushed(case)}")
+    return ("epsilon", why) if lost else ("division", f"{why}{_of_flushed(case)}")
 
 
 def _negative(case: Case) -> Cause | None:

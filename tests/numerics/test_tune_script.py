@@ -79,6 +79,34 @@ def test_exactly_the_modules_that_need_it_stay_in_float32_after_few_runs(sensiti
     assert result["verdict"].startswith(f"bfloat16, with {len(sensitive)} of 21 modules in float32: losses of 2 steps")
 
 
+def test_a_schedule_that_decides_otherwise_is_said_beside_what_is_kept_for_it():
+    class Scheduled(Pretended):
+        def __call__(self, trial):
+            low = trial.settings.dtype != "float32"
+            return replace(super().__call__(trial), rates=((0.1,), (0.01 if low else 0.1,)))
+
+    _, result = tuned(Scheduled(("layer3",)))
+    said = "From step 2 of a.py on the learning rate is 0.01, and in float32 0.1: the script's schedule decides by a "
+    assert [note for note in result["notes"] if "learning rate" in note] == [
+        f"{said}number that was computed in bfloat16."
+    ]
+    assert not any("learning rate" in note for note in tuned(Pretended(("layer3",)))[1]["notes"])
+
+
+def test_where_losses_agree_it_is_not_said_that_they_differ():
+    class Incurable(Pretended):
+        def reading(self, name, direction, low, kept):
+            return super().reading(name, direction, low, frozenset())
+
+        def __call__(self, trial):
+            return replace(super().__call__(trial), losses=(1.0, 0.5))
+
+    _, result = tuned(Incurable(("layer3",)))
+    assert result["verdict"].startswith(
+        "Stay in float32: in bfloat16 the output of 'layer3' is 50 % from float32's (tol"
+    )
+
+
 FAR = "without this entry the loss is 400 % from float32's (tolerance 1 %)"
 
 

@@ -56,6 +56,31 @@ def test_a_script_that_nothing_is_wrong_with_is_accused_of_nothing(looked_at):
     assert "from float32's, and there are no risks" in report["verdict"]
 
 
+VALIDATES = """
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=1e-3, patience=0)
+for step in range(5):
+    loss = (model(torch.ones(8, 16)).float().mean() - 3.0).square()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        error = model(torch.ones(1, 16)).mean() * 0 + 1
+        total = torch.full((), 2040.0, dtype=error.dtype)
+        for _ in range(60 - 10 * step):
+            total = total + error
+    scheduler.step(total.item())
+"""
+
+
+def test_a_schedule_that_a_total_in_low_precision_decides_is_found_with_its_line(looked_at):
+    """In float16 the total is 2048 in every step."""
+    text = SCRIPT.partition("for step")[0].replace("0.01", "0.05") + VALIDATES
+    diagnosis, report = looked_at(text)
+    assert (report["step"], diagnosis.kind, diagnosis.first_nonfinite.operation) == (3, "digits", "add")
+    assert "In step 3, the learning rate is 5e-05, and in float32 0.05: the script's schedule" in report["verdict"]
+    assert "train.py:17) loses precision: 2048 and 1 more are 2048" in report["verdict"]
+
+
 def test_a_finite_loss_that_is_wrong_is_found_though_nothing_fails(looked_at):
     small = "class Small(torch.nn.ReLU):\n    def forward(self, x):\n        return (x * 1e-9).relu()\n\n\n"
     text = SCRIPT.replace("model =", small + "model =").replace("torch.nn.ReLU(),", "Small(),")
