@@ -790,10 +790,10 @@ def test_a_wrong_gradient_is_found_behind_a_forward_pass_that_is_right(exact_gra
 
 
 @pytest.mark.parametrize(
-    ("operation", "terms", "found"), [("sum", 3e3, False), ("sum", 1e-3, True), ("view", 1e-3, False)]
+    ("operation", "terms", "is_wrong"), [("sum", 3e3, False), ("sum", 1e-3, True), ("view", 1e-3, False)]
 )
 def test_a_gradient_that_cancels_to_the_rounding_of_its_terms_or_is_only_moved_is_not_called_wrong(
-    operation, terms, found
+    operation, terms, is_wrong
 ):
     """That of a bias in front of a softmax is zero but for rounding, in float32, too."""
 
@@ -802,7 +802,7 @@ def test_a_gradient_that_cancels_to_the_rounding_of_its_terms_or_is_only_moved_i
         return seen(sampled("linear", [4.0], [1.0], dtype), bias)
 
     fault = gradient_fault(run([-2e-4, 1e-4], "float16"), run([2e-4, 1e-4], "float32"), "float16", 1.0)
-    assert (fault is not None) == found
+    assert (fault is not None) == is_wrong
 
 
 def added(total, term, result, dtype, call, operation="add", line="train.py:7"):
