@@ -27,7 +27,7 @@ class Network(nnx.Module):
 
 
 model = Network(nnx.Rngs(0))
-size = 10.0 if "--twin" in sys.argv else 200.0
+size = 2.0 if "--twin" in sys.argv else 200.0
 for layer in (model.attention.query, model.attention.key):
     layer.kernel.set_value(layer.kernel.get_value() * size)
 optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
