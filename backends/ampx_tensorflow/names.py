@@ -146,7 +146,7 @@ class Modules:
         self._calls: dict[int, Call] = {}  # which keep the modules alive, so that no other gets their identity
         self._stack = _Stack()
         self.on_root: Callable[[list[Call]], None] = lambda calls: None
-        self.names: Final = Names(model, walk, self._added)
+        self.names: Final = Names(model, walk, self._added, (keras.layers.Layer, tf.Module))
 
     @property
     def innermost(self) -> Call | None:

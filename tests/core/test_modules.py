@@ -52,10 +52,11 @@ def test_models_that_are_called_get_names_of_their_own():
     leaf = Module()
     first, second, third, foreign = Module(fc=leaf), Module(fc=Module()), Module(fc=Module()), object()
     names = Names(None, lambda module: named(module) if isinstance(module, Module) else [])
-    assert [names.of(module) for module in (leaf, first)] == ["", ""]  # it was called before the model it belongs to
+    assert [names.of(module) for module in (leaf, first)] == ["", ""]  # it was called before its model
     assert [names.of(model) for model in (second, third)] == ["Module:", "Module#2:"]
     assert [names.of(model.parts["fc"]) for model in (second, third)] == ["Module:fc", "Module#2:fc"]
-    assert list(names) == ["", "Module:", "Module:fc", "Module#2:", "Module#2:fc"]
+    assert names.of(leaf) == "fc"
+    assert list(names) == ["", "fc", "Module:", "Module:fc", "Module#2:", "Module#2:fc"]
     assert names.of(foreign) == "object:"
 
 

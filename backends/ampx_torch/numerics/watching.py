@@ -51,6 +51,7 @@ class ModuleWatch(Watcher):
     def __init__(self, watching: Watching) -> None:
         super().__init__(TENSORS, watching)
         self._calls = _Thread()
+        self._hooked: set[nn.Module] = set()
         self._nodes: dict[int, tuple[Where, str]] = {}  # by number of a node of the graph: module and line
         self._leaf_hooks: list[Any] = []
         self._waited = 0.0  # what this watch itself took, for times
@@ -59,7 +60,9 @@ class ModuleWatch(Watcher):
     # -- modules -----------------------------------------------------------------------------------
 
     def take(self, names: Names) -> list[Callable[[], None]]:
-        """Put hooks on modules; return what takes them off."""
+        """Put hooks on modules that have none yet; return what takes them off."""
+        new = {module: name for module, name in names.items() if module not in self._hooked}
+        self._hooked |= new.keys()
         return [
             lend(
                 module,
@@ -69,7 +72,7 @@ class ModuleWatch(Watcher):
                     module.register_forward_hook(_After(self, name), with_kwargs=True, prepend=True, always_call=True),
                 ),
             )
-            for module, name in names.items()
+            for module, name in new.items()
         ]
 
     def enter(self, module: nn.Module, name: str, tree: Any) -> None:
