@@ -129,6 +129,22 @@ def test_what_diagnose_proposes_cures_the_script(tmp_path, models, forward):
     assert math.isfinite(float(printed(tmp_path, pasted(text, [*first, *WRAPPED]))))
 
 
+def test_what_diagnose_proposes_for_a_policy_file_cures_the_script_run_by_it(tmp_path):
+    """A model as a whole has no name by which `deny` in code could keep it in float32."""
+    models = "\nstem, model = nn.Linear(8, 16), Energy()\noptimizer = torch.optim.SGD(stem.parameters(), lr=0.01)\n"
+    (tmp_path / "train.py").write_text(script(models, FORWARD="model(stem(torch.randn(4, 8) * 1e3))"))
+    program, settings = Program(str(tmp_path / "train.py")), RunSettings("float16", device="cpu")
+    diagnosis, _ = diagnose_script(program, settings, framework="torch", run=lambda trial: run_here(trial, tmp_path))
+    (line,) = diagnosis.advice.splitlines()
+    assert "in a policy file" in line
+    losses = []
+    for entries in ("", line):
+        (tmp_path / "ampx.toml").write_text(f'dtype = "float16"\n{entries}\n')
+        command = ("run", "--policy", "ampx.toml", "--device", "cpu", "train.py")
+        losses.append(float(run_python("-m", "ampx", *command, cwd=tmp_path, nests=True).stdout))
+    assert [math.isfinite(loss) for loss in losses] == [False, True]
+
+
 def test_what_tune_says_of_its_file_trains_as_float32_does(tmp_path):
     text = script(ONE, **FAILS)
     (tmp_path / "train.py").write_text(text)
