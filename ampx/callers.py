@@ -127,7 +127,7 @@ def is_search() -> bool:
 
 
 def values_in_sight(kinds: tuple[type, ...]) -> Iterator[Any]:
-    """Yield the values of some classes that variables of the user's own code hold, those of the innermost function first.
+    """Yield the values of some classes in variables of the user's own code, those of the innermost function first.
 
     The attributes of what is in a variable count, too, but not those of a value of these classes.
     """

@@ -96,7 +96,7 @@ class Names:
         return next(iter(self._names.get(id(module)) or self._arrived(module)), None)
 
     def dtype(self, module: Any, dtype_of: Callable[[str], str | None]) -> str | None:
-        """Return the dtype of a module that is called, by its name, or else by a former one; None where none has one."""
+        """Return the dtype of a module that is called, by its name or else a former one; None where none has one."""
         for name in self._names.get(id(module)) or self._arrived(module):
             dtype = dtype_of(name)
             if dtype is not None:

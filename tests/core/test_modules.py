@@ -81,7 +81,12 @@ def test_a_part_of_two_models_keeps_its_name_within_the_first_that_is_called():
     shared = Module()
     first, second = Module(a=shared), Module(b=shared, c=Module())
     names = Names(None, named)
-    assert [names.of(module) for module in (first, second, shared, second.parts["c"])] == ["", "Module:", "a", "Module:c"]
+    assert [names.of(module) for module in (first, second, shared, second.parts["c"])] == [
+        "",
+        "Module:",
+        "a",
+        "Module:c",
+    ]
     both = Module(x=second, y=first)
     assert [names.of(module) for module in (both, first, second, shared)] == ["", "y", "x", "x.b"]
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from ampx.testing.harness import Chosen, Harness
 from script_calls import call_part
+
+from ampx.testing.harness import Chosen, Harness
 from toy import framework as toy
 from toy.framework import Dense, Dropout, Module, Norm, Optimizer, Tensor, Twice
 

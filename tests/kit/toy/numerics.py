@@ -119,7 +119,10 @@ class ToyProbe(Probe):
     @contextmanager
     def force(self, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
         """Compute modules in dtypes of their own."""
-        names, simulated = Names(model, Module.named_modules, kinds=(Module,)), self.simulates(self.backend.device("cpu"))
+        names, simulated = (
+            Names(model, Module.named_modules, kinds=(Module,)),
+            self.simulates(self.backend.device("cpu")),
+        )
         with calls.around((FORCES, ToyForcer(names, dtypes, simulated))):
             yield
 
