@@ -14,7 +14,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from ampx.modules import Names
+from ampx.modules import Name, Names
 
 # Receives the call, the module's own function, and the arguments; returns what the call returns.
 Around: TypeAlias = Callable[["Call", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -153,7 +153,7 @@ class Modules:
         """The module that runs in the calling thread."""
         return self._stack.calls[-1] if self._stack.calls else None
 
-    def _added(self, modules: list[tuple[str, Any]]) -> None:
+    def _added(self, modules: list[tuple[Name, Any]]) -> None:
         calls = {id(module): Call(name, module) for name, module in modules}
         self._calls.update(calls)
         self.on_root(list(calls.values()))

@@ -119,10 +119,8 @@ class ToyProbe(Probe):
     @contextmanager
     def force(self, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
         """Compute modules in dtypes of their own."""
-        names, simulated = (
-            Names(model, Module.named_modules, kinds=(Module,)),
-            self.simulates(self.backend.device("cpu")),
-        )
+        names = Names(model, Module.named_modules, kinds=(Module,))
+        simulated = self.simulates(self.backend.device("cpu"))
         with calls.around((FORCES, ToyForcer(names, dtypes, simulated))):
             yield
 
