@@ -139,7 +139,8 @@ class Names:
         new, seen = [], set()
         for name, part in self._named(root):
             former = self._names.get(id(part))
-            if id(part) not in seen and (former is None or _model_prefix(former[0]) in taken):
+            is_free = former is None or (former[0] != prefix + name and _model_prefix(former[0]) in taken)
+            if is_free and id(part) not in seen:
                 new.append((self._keep(part, prefix + name), part))
             seen.add(id(part))
         if id(root) not in self._names:  # it wraps what has its name

@@ -87,6 +87,15 @@ def test_a_part_of_two_models_keeps_its_name_within_the_first_that_is_called():
     assert [names.of(module) for module in (both, first, second, shared)] == ["", "y", "x", "x.b"]
 
 
+def test_a_module_that_its_model_gets_later_is_named_alone():
+    model, added = Module(fc=Module()), []
+    names = Names(None, named, added.extend, (Module,))
+    names.of(model)
+    model.parts["late"] = Module()
+    late = names.of(model.parts["late"])
+    assert (late, [name for name, _ in added]) == ("late", ["", "fc", "late"])
+
+
 class Trainer:
     def __init__(self, model):
         self.model = model
