@@ -140,9 +140,17 @@ def values_in_sight(kinds: tuple[type, ...]) -> Iterator[Any]:
                     continue
                 seen.add(id(value))
                 is_of_kind = issubclass(type(value), kinds)
-                inside = () if is_of_kind else getattr(value, "__dict__", {}).values()
+                inside = () if is_of_kind else _attributes(value)
                 yield from (held for held in (value, *inside) if issubclass(type(held), kinds))
         frame = frame.f_back
+
+
+def _attributes(value: Any) -> tuple[Any, ...]:
+    """Return the values of a value's attributes; of what stands for another value, such as a proxy, none of that."""
+    try:
+        return tuple(object.__getattribute__(value, "__dict__").values())
+    except (AttributeError, TypeError):
+        return ()
 
 
 def _script_frame() -> FrameType | None:
