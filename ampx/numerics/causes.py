@@ -296,7 +296,8 @@ def _loses(value: Stats, exact: Stats) -> bool:
 
 def _cause(case: Case) -> Cause:
     """Return the kind, and what is said of the value, of a place whose inputs are finite: the first cause that fits."""
-    causes = (find(case) for find in (_mask, _derivative_at_zero, _division, _negative, _logarithm, _sum, _overflow))
+    finds = (_mask, _derivative_at_zero, _division, _negative, _logarithm, _sum, _decomposition, _overflow)
+    causes = (find(case) for find in finds)
     inputs = case.place.inputs
     of_finite = ", though its inputs are" if inputs.elements and not inputs.nonfinite else ""
     return next(filter(None, causes), ("model", f"is not finite{of_finite}"))
@@ -389,6 +390,15 @@ def _sum(case: Case) -> Cause | None:
     return "sum", (
         f"overflows {case.dtype}: the {result} of {inputs.elements} elements of up to {inputs.largest:.4g} "
         f"{case.exact_size}, and {_largest(case.dtype)}"
+    )
+
+
+def _decomposition(case: Case) -> Cause | None:
+    if family(case.place.operation) != "decomposition" or case.reference is None or case.beyond:
+        return None
+    return "digits", (
+        f"is not finite, as it is of a matrix that has no decomposition or inverse: one that has, rounded to "
+        f"{_significand(case.dtype)}, may have none"
     )
 
 

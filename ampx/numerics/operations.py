@@ -10,12 +10,27 @@ from typing import Final, Literal
 from .probe import Reading, Stats
 
 Family = Literal[
-    "cast", "division", "exponential", "logarithm", "loss", "mask", "matmul", "move", "norm", "root", "sum", "other"
+    "cast",
+    "decomposition",
+    "division",
+    "exponential",
+    "logarithm",
+    "loss",
+    "mask",
+    "matmul",
+    "move",
+    "norm",
+    "root",
+    "sum",
+    "other",
 ]
 
 # Names as `normalised` leaves them, of PyTorch, TensorFlow, Keras, MXNet, PaddlePaddle and JAX.
 _FAMILIES: Final[dict[Family, str]] = {
     "cast": "tocopy to cast ampcast convertelementtype astype copy",
+    "decomposition": "cholesky choleskyex linalgcholesky linalgcholeskyex potrf lu lufactor linalglufactor "
+    "linalglufactorex linalglu linalgsolve linalgsolveex solve matrixsolve linalginv linalginvex matrixinverse inverse "
+    "eigh linalgeigh selfadjointeig logdet slogdet linalgslogdet",
     "division": "div divide truedivide realdiv divnonan xdivy rdiv reciprocal rsqrt rcbrt rcp inv",
     "exponential": "exp expm1 exp2 pow power integerpow rpower square cosh sinh logsumexp softplus",
     "logarithm": "log log2 log10 log1p logit xlogy logsigmoid atanh arctanh erfinv",

@@ -76,6 +76,7 @@ def in_both(operation, inputs, compute, dtype="float16"):
         ("SelectV2", [1.0, float(np.finfo(np.float32).min)], lambda x: x, "mask"),
         ("log", [1e-9, 0.5], np.log, "logarithm"),
         ("broadcast_power", [300.0], np.square, "overflow"),
+        ("cholesky", [1.0, 0.9998], lambda x: np.sqrt(x[:1] - x[1:]) if x[1] < 1 else x * math.nan, "digits"),
     ],
 )
 def test_an_operation_that_fails_only_in_low_precision_is_named_with_its_cause(operation, inputs, compute, kind):
@@ -454,6 +455,7 @@ def test_a_constant_beyond_the_dtype_bears_on_a_mask_and_on_no_product(operation
         ("masked_fill_ select_n SelectV2 where", "mask"),
         ("view squeeze_ ExpandDims _npi_transpose reshape2 concat StridedSlice broadcast_in_dim SliceChannel", "move"),
         ("sqrt linalg_vector_norm p_norm", "root"),
+        ("cholesky linalg_cholesky_ex _linalg_solve_ex linalg_inv_ex MatrixInverse lu", "decomposition"),
         ("log Log1p _npi_log _backward_log", "logarithm"),
         ("exp pow _backward__power_scalar _backward_broadcast_power", "exponential"),
         ("relu add tanh AddV2 _softmax log_softmax", "other"),
