@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from ampx.formats import FORMATS, Format
@@ -111,6 +111,7 @@ class Growth:
         before: The loss in float32 then.
         loss: The loss in float32 now.
         untrained: The loss of the same batch with the weights of the first step, which is finite; None for unknown.
+        rates: The learning rate then and now; None where it is not known, or has not grown.
     """
 
     since: int
@@ -119,6 +120,7 @@ class Growth:
     before: float
     loss: float
     untrained: float | None = None
+    rates: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         """Return it as a sentence, without its full stop."""
@@ -128,10 +130,11 @@ class Growth:
             if self.untrained is None
             else f"so its weights have grown: with those of the first step the loss is {self.untrained:.3g}"
         )
+        rates = "" if self.rates is None else f", and the learning rate from {self.rates[0]:.3g} to {self.rates[1]:.3g}"
         return (
             f"training diverges, in float32, too: since step {self.since} the loss has grown there from "
             f"{self.before:.3g} to {self.loss:.3g}, and the output of {module} by a factor of {self.factor:.2g} for a "
-            f"batch of the same size, {weights}"
+            f"batch of the same size{rates}, {weights}"
         )
 
 
@@ -197,6 +200,13 @@ class Case:
         return self.reference is not None and self.reference.inputs.smallest > self.form.flushes_to
 
     @property
+    def was_flushed(self) -> bool:
+        """Whether most inputs of an operation in float32 are zero, which the dtype has flushed before."""
+        if self.reference is None or is_low(self.place):
+            return False
+        return flushes(self.place.inputs, self.reference.inputs) and not self.holds_inputs
+
+    @property
     def cancelled(self) -> Reading | None:
         """The difference that became zero or negative: the dtype holds what it is in float32, and not its terms."""
         lost = ((entry, exact) for entry, exact in self._own_pairs() if _loses(entry.value, exact.value))
@@ -212,19 +222,24 @@ class Case:
             (pair for pair in lost if pair[0].operation and pair[1].value.smallest <= self.form.flushes_to), None
         )
 
-    @property
-    def flushes_a_constant(self) -> bool:
-        """Whether a constant that was added, or that bounds from below, is zero in the dtype: in whatever module."""
-        return any(self._flushes_its_constant(entry, exact) for entry, exact in self._pairs())
+    def lost_constant(self, pole: float = 0.0) -> str:
+        """Say which constant, in whatever module, rounds to the pole it was to keep values away from; "" for none."""
+        said = (self._bound_at(*pair, pole) if pole else self._constant_at_zero(*pair) for pair in self._pairs())
+        return next(filter(None, said), "")
 
-    def _flushes_its_constant(self, entry: Reading, exact: Reading) -> bool:
+    def _bound_at(self, entry: Reading, exact: Reading, pole: float) -> str:
+        passes = normalised(entry.operation) in _BOUNDS and reaches(entry.value, pole, exact.value)
+        return f", because {Place.of(entry).source} does not keep them from {pole:g} in {self.dtype}" if passes else ""
+
+    def _constant_at_zero(self, entry: Reading, exact: Reading) -> str:
+        bounds, source = normalised(entry.operation) in _BOUNDS, Place.of(entry).source
         has_lost = entry.value.zeros > exact.value.zeros
-        if has_lost and normalised(entry.operation) in _BOUNDS and exact.value.lowest > 0:
-            return True
         # Where a dtype is simulated, a module rounds what it receives and returns, and no operation of it.
         will_lose = 0 < entry.value.smallest <= self.form.flushes_to
-        constants = (_added_constant(each) for each in (entry, exact))
-        return (has_lost or will_lose) and any(0 < constant <= self.form.flushes_to for constant in constants)
+        added = (_added_constant(each) for each in (entry, exact) if has_lost or will_lose)
+        small = (constant for constant in added if 0 < constant <= self.form.flushes_to)
+        constant = exact.value.lowest if has_lost and bounds and exact.value.lowest > 0 else next(small, 0.0)
+        return f", because the constant {constant:.2g} of {source} is zero in {self.dtype}" if constant else ""
 
     def new_pole(self, entry: Reading) -> float | None:
         """Return the pole at which a value of the forward pass was computed, and in float32 was not; None for none."""
@@ -264,11 +279,14 @@ class Case:
 def _added_constant(entry: Reading) -> float:
     """Return by how much the lowest number grows by a constant; 0 where an operation has none, or several tensors.
 
-    Whatever an operation is called: what zeros are no longer zero by has been added to them.
+    Whatever an operation is called: what zeros are no longer zero by has been added to them, and the largest number
+    has grown by no more.
     """
     alone = entry.inputs.elements <= entry.value.elements + 1
-    adds = normalised(entry.operation) in _DIFFERENCES | _BOUNDS or entry.inputs.zeros > entry.value.zeros
-    return entry.value.lowest - entry.inputs.lowest if alone and adds else 0.0
+    constant = entry.value.lowest - entry.inputs.lowest
+    moves = abs(entry.value.largest - entry.inputs.largest) <= 1e-3 * entry.inputs.largest + abs(constant)
+    adds = normalised(entry.operation) in _DIFFERENCES | _BOUNDS or (entry.inputs.zeros > entry.value.zeros and moves)
+    return constant if alone and adds else 0.0
 
 
 def _loses(value: Stats, exact: Stats) -> bool:
@@ -306,6 +324,12 @@ def _derivative_at_zero(case: Case) -> Cause | None:
     what = f"is not finite: {at}, where its derivative is infinite"
     if case.cancelled is not None and case.reference is not None:
         return "digits", f"{what}, because {_of_difference(case.cancelled, case.dtype)}"
+    at_pole = replace(case, place=forward, reference=(case.healthy or {}).get(key_of(forward)))
+    lost = at_pole.lost_constant(pole or 0.0)
+    if lost:
+        return "epsilon", f"{what}{lost}"
+    if at_pole.was_flushed:
+        return "flush", f"{what}: in float32 they are {at_pole.exact[1].smallest:.2g}, which underflows in {case.dtype}"
     return "logarithm", what
 
 
@@ -323,9 +347,8 @@ def _division(case: Case) -> Cause | None:
         f"is not finite: its divisor is zero in {dtype}{smallest}; in float32 its smallest input is "
         f"{reference.inputs.smallest:.2g}"
     )
-    if case.flushes_a_constant:
-        return "epsilon", why
-    return "division", f"{why}{_of_flushed(case)}"
+    lost = case.lost_constant()
+    return ("epsilon", f"{why}{lost}") if lost else ("division", f"{why}{_of_flushed(case)}")
 
 
 def _negative(case: Case) -> Cause | None:
@@ -343,15 +366,17 @@ def _logarithm(case: Case) -> Cause | None:
     if family(case.place.operation) != "logarithm":
         return None
     pole = case.new_pole(case.place)
+    lost = "" if pole is None else case.lost_constant(pole)
+    kind: Kind = "epsilon" if lost else "logarithm"
     if pole:
-        return "logarithm", f"is not finite: it is infinite at {pole:g}, to which {case.dtype} rounds its input"
+        return kind, f"is not finite: it is infinite at {pole:g}, to which {case.dtype} rounds its input{lost}"
     if not case.new_zeros:
         return None
     underflows = "" if case.holds_inputs else f" and underflows in {case.dtype}"
     zero = f", which is {reference.inputs.smallest:.2g} in float32{underflows}" if reference else ""
     if case.cancelled is not None:
         zero = f", because {_of_difference(case.cancelled, case.dtype)}"
-    return "logarithm", f"is not finite: it takes the logarithm of zero{zero}"
+    return kind, f"is not finite: it takes the logarithm of zero{lost or zero}"
 
 
 def _sum(case: Case) -> Cause | None:
@@ -442,7 +467,7 @@ def find_fault(
         return _of_float32(reference, growth)
     if growth is not None:
         why = f"{growth}; {dtype} only fails first"
-        return Fault("learning rate", why, low.readings, first_failing(low.readings, exact))
+        return Fault("learning rate", why, low.readings)  # where it fails first is not at fault
     if settled is not None and settled.finite:
         return forward or flush_fault(settled, reference, dtype) or _of_scale(low, exact, scale)
     at_place = _of_place(low, exact, dtype, scale)
@@ -511,6 +536,43 @@ def first_flushed(seen: Seen, exact: Mapping[Key, Reading]) -> int | None:
         if other is not None and flushes(entry.value, other.value):
             return position
     return None
+
+
+def schedule_fault(low: Seen, reference: Seen, decides: str) -> Fault:
+    """Say by which number the script may have decided otherwise than in float32: a total that grows no more, if any.
+
+    Args:
+        low: The batch, with what the script computed before it.
+        reference: The same in float32.
+        decides: What it decided.
+    """
+    exact = by_key(reference.readings)
+    stays = [at for at in _totals(low.readings) if not _stays(exact.get(key_of(low.readings[at])))]
+    position = max(stays, key=lambda at: low.readings[at].inputs.smallest, default=None)
+    if position is not None:
+        total = low.readings[position]
+        decides += (
+            f": {Place.of(total)} loses precision: {total.inputs.largest:.4g} and {total.inputs.smallest:.3g} more are "
+            f"{total.value.largest:.4g}"
+        )
+    return Fault("digits", decides, low.readings, position)
+
+
+def _totals(readings: Sequence[Reading]) -> Iterator[int]:
+    """Walk over the positions of sums that stay what they are, and were computed by the same line before."""
+    before: dict[tuple[str, str, str], float] = {}
+    for position, entry in enumerate(readings):
+        line = entry.module, entry.operation, entry.place
+        if _stays(entry) and before.get(line) == entry.inputs.largest:
+            yield position
+        before[line] = entry.value.largest
+
+
+def _stays(entry: Reading | None) -> bool:
+    """Return whether the sum of two numbers other than zero is one of them."""
+    if entry is None or normalised(entry.operation) not in _DIFFERENCES or entry.inputs.zeros:
+        return False
+    return entry.inputs.elements == 2 * entry.value.elements == 2 and entry.value.largest == entry.inputs.largest
 
 
 def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Fault | None:
@@ -717,7 +779,7 @@ def _nothing_computed(readings: Sequence[Reading]) -> bool:
 
 
 def _diverged(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
-    return None if growth is None else Fault("learning rate", str(growth), reference.readings, position)
+    return None if growth is None else Fault("learning rate", str(growth), reference.readings)
 
 
 def _large_weights(reference: Seen, position: int | None) -> Fault | None:

@@ -67,6 +67,7 @@ class TrialObserver:
         self.steps = 0
         self.losses: list[float | None] = []
         self.turns: list[int | None] = []  # by step, the group of the optimizer that made it
+        self.rates: list[tuple[float, ...]] = []  # by step
         self.times: list[float] = []
         self.readings: dict[int, tuple[Reading, ...]] = {}
         self.gradients: dict[int, tuple[SampledGradient, ...]] = {}
@@ -129,9 +130,12 @@ class TrialObserver:
         """Note that steps are over; end the script after the last."""
         if steps <= self.steps or os.getpid() != self._process:
             return
-        turn = next((run.recorder.turn for run, _ in self._runs), None)
+        recorder = next((run.recorder for run, _ in self._runs), None)
+        turn = None if recorder is None else recorder.turn
+        rates = () if recorder is None or turn is None else recorder.learning_rates(turn)
         for _ in range(steps - self.steps):
             self.turns.append(turn)
+            self.rates.append(rates)
             self._unread.append(self._readers)
             self._readers = []
         before, self.steps = self.steps, steps
@@ -254,6 +258,7 @@ class TrialObserver:
             run=report,
             losses=tuple(self.losses),
             losses_of=tuple(names.get(turn) for turn in self.turns),
+            rates=tuple(self.rates),
             times=tuple(self.times),
             peak_host=_peak_host(),
             peak_device=self.peak_device,

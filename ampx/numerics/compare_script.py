@@ -388,7 +388,7 @@ def _failing(outcome: Outcome) -> str | None:
         return f"float32 itself fails: its {broken[first]} not finite at step {first}"
     for curve in outcome.curves():
         own = [loss for loss in curve if loss is not None]
-        if own and abs(own[-1]) > GROWN * abs(own[0]) > 0:
+        if own and own[-1] > GROWN * abs(own[0]) > 0:  # what falls below zero, as a critic's loss, does not diverge
             return f"float32 itself diverges: its loss goes from {own[0]:.3g} to {own[-1]:.3g}"
     return None
 
@@ -689,12 +689,13 @@ def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Noi
     """Return the step that is diagnosed.
 
     If losses differ, that is the step at which `ampx diagnose` looks, or the first that differs where some loss is not
-    finite or a step was skipped. If none differs, it is the first step.
+    finite or a step was skipped: it may differ because the one before was. If none differs, it is the first step.
     """
     parts_at = facts["parts_at"]
     broken = any(loss is not None and not math.isfinite(loss) for loss in low.losses)
     if parts_at is None or broken or low.skipped:
-        return _Look(parts_at or 1, Parting({}), noise)
+        step = max((step for step in low.skipped if step <= (parts_at or 0)), default=parts_at or 1)
+        return _Look(step, Parting({}), noise)
     parting = Parting.of(reference, low, noise)
     return _Look(parting.step(low) or 1, parting, noise)
 

@@ -28,8 +28,6 @@ TRIES: Final = 4
 # Of these precision is the cause, unless float32 fails, too; those that a wider range may cure come first.
 RANGE: Final[tuple[Kind, ...]] = ("overflow", "sum", "mask", "epsilon", "logarithm", "division", "flush")
 PRECISION: Final[tuple[Kind, ...]] = (*RANGE, "digits", "error")
-# Of these a module before the place may be to blame: what it returns is too inexact for what is done with it there.
-LOSES_DIGITS: Final[tuple[Kind, ...]] = ("flush", "digits")
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,9 @@ class Search:
             kept: Modules that cure the batch.
             seen: The batch with these in float32.
         """
-        loses = self._fault.cancels or self._fault.kind in LOSES_DIGITS
+        # No output of a module has lost what flushes on the way back.
+        flushes = self._fault.kind == "flush" and self._place.direction == "forward"
+        loses = self._fault.cancels or self._fault.kind == "digits" or flushes
         ends = [entry for entry in self._fault.readings[: self._fault.position] if _is_output(entry, kept)]
         if not loses or not ends or _is_part(self._place.module, kept):
             return ""

@@ -14,7 +14,7 @@ from ampx.formats import FORMATS
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
-from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault
+from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault, schedule_fault
 from .chain import Link, chain
 from .compare import unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model
@@ -184,7 +184,7 @@ def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
     largest_epsilon = max(2 * form.smallest_normal, _EPSILON)
     lines: dict[Kind, str] = {
         "overflow": _SMALLER if place is not None and normalised(place.operation) == "exp" else "",
-        "epsilon": f"eps = {largest_epsilon:.1g}  # {dtype} holds it",
+        "epsilon": f"eps = {largest_epsilon:.1g}  # {dtype} holds it; next to 1 it needs {2.0 ** (1 - form.bits):.1g}",
         "mask": f"mask_value = {-form.largest / 2:.4g}  # {dtype} holds it, and exp of it is 0",
         "logarithm": f"x = x.clip({max(form.smallest_normal, _EPSILON):.1g})  # before the logarithm or root; or use "
         f"log_softmax",
@@ -241,6 +241,7 @@ class Suspect:
         again: Runs the batch in that precision with a change; None where nothing is to be tried.
         compared: Returns what changes are compared with, as `Search` takes it; None for `reference`.
         growth: How far training has diverged in float32, if it has.
+        decides: What the script decided otherwise than in float32, by what it computed before; "" for nothing.
         parts: Training is wrong at this batch, whatever the batch itself computes: gradients of former ones were wrong.
     """
 
@@ -251,6 +252,7 @@ class Suspect:
     compared: Callable[[], Seen] | None = None
     growth: Growth | None = None
     parts: bool = False
+    decides: str = ""
 
     def trials(self) -> _Trials | None:
         """Return what tries changes; None where there are none to try, or float32 fails, too."""
@@ -263,6 +265,8 @@ class Suspect:
         dtype, scale = self.setting.dtype, self.setting.scale
         if isinstance(self.low, Refusal):
             return refusal_fault(self.low, self.reference, dtype)
+        if self.decides and self.low.finite:
+            return schedule_fault(self.low, self.reference, self.decides)
         return find_fault(self.low, self.reference, dtype, scale, settled, self.growth)
 
     def gradient_fault(self) -> Fault | None:

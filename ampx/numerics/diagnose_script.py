@@ -166,10 +166,13 @@ class Parting:
     Attributes:
         off: By step, as far as that is known.
         limits: By step, how far rounding alone explains, where that was measured.
+        rates: The first step with another learning rate than in float32, by what the script decided, and both rates;
+            None for none.
     """
 
     off: Mapping[int, float]
     limits: Mapping[int, float] = field(default_factory=dict)
+    rates: tuple[int, float, float] | None = None
 
     @classmethod
     def of(cls, exact: Outcome, low: Outcome, noise: Noise) -> Parting:
@@ -181,14 +184,17 @@ class Parting:
             noise: What rounding alone does to the script.
         """
         off, least = losses_off(exact, low), bound(low.dtype, 0)
-        runs = noise() if least < max(off.values(), default=0.0) <= WRONG else None
+        largest = max(off.values(), default=0.0)
+        rates = rates_part(exact, low) if least < largest else None
+        runs = noise() if rates is not None or least < largest <= WRONG else None
         if runs is None:
-            return cls(off)
+            return cls(off, rates=rates)
+        rates = None if rates_part(*runs) else rates  # a schedule that turns on a rounding
         apart = losses_off(*runs)
         noises = zip(off, itertools.accumulate((apart.get(step, math.inf) for step in off), max), strict=True)
         limits = {step: max(least, by_rounding(low.dtype, Distance(noise)).loss) for step, noise in noises}
         # The weights of the first step are the same: if rounding alone moves its loss so far, rounding is the fault.
-        return cls(off, limits if limits.get(1) != WRONG else {**limits, 1: least})
+        return cls(off, limits if limits.get(1) != WRONG else {**limits, 1: least}, rates)
 
     def limit(self, step: int) -> float:
         """Return how far the loss of a step may be off."""
@@ -201,12 +207,19 @@ class Parting:
     def step(self, low: Outcome) -> int | None:
         """Return the first step whose loss is wrong; or else the early one that parts most from float32's, or the last.
 
-        None where every early one was skipped.
+        None where every early one was skipped. Where the learning rate was another before a loss is wrong, that step.
         """
         early = set(range(1, min(low.steps, _HEALTHY) + 1)) - set(low.skipped)
         parts = {step: error for step, error in self.off.items() if error > bound(low.dtype, 0)}
         furthest = max(early, key=lambda step: (parts.get(step, 0.0), step), default=None)
-        return next(filter(self.is_wrong, self.off), furthest)
+        wrong = next(filter(self.is_wrong, self.off), None)
+        if wrong is not None and self.rates is not None and self.rates[0] <= wrong:
+            return self.rates[0]
+        return furthest if wrong is None else wrong
+
+    def decides(self, step: int, dtype: str) -> str:
+        """Return in words what the script decided otherwise in a step; "" for nothing."""
+        return "" if self.rates is None or self.rates[0] != step else decided(self.rates, dtype)
 
 
 # Returns two runs that differ by rounding alone; None where one cannot be made.
@@ -238,6 +251,28 @@ def noise_of(trial: Trial, dtype: str, run: Callable[[Trial], Outcome], progress
         return outcomes
 
     return noise
+
+
+def rates_part(exact: Outcome, low: Outcome) -> tuple[int, float, float] | None:
+    """Return the first step with another learning rate than in float32, and both rates; None for none, or unknown.
+
+    Behind the first skipped step that is not known, as of losses.
+    """
+    least = bound(low.dtype, 0)
+    for step, rates in enumerate(zip(exact.rates, low.rates[: min(low.skipped, default=None)], strict=False), 1):
+        for wide, own in zip(*rates, strict=False):
+            if abs(own - wide) > least * abs(wide):
+                return step, own, wide
+    return None
+
+
+def decided(rates: tuple[int, float, float], dtype: str) -> str:
+    """Return in words what `rates_part` returns."""
+    _, low, exact = rates
+    return (
+        f"the learning rate is {low:.2g}, and in float32 {exact:.2g}: the script's schedule decides by a number that "
+        f"was computed in {dtype}"
+    )
 
 
 def losses_off(reference: Outcome, low: Outcome) -> dict[int, float]:
@@ -346,6 +381,7 @@ class Runs:
             self.compared,
             growth=self._growth(low) if fails else None,
             parts=self._parting.is_wrong(step),
+            decides=self._parting.decides(step, dtype),
         )
         return examined(batch), reference
 
@@ -431,6 +467,8 @@ class Runs:
         seen = self.seen(outcome)
         if isinstance(seen, Refusal):
             return seen
+        if self._parting.rates is not None and rates_part(self.whole(), outcome) is not None:
+            return Refusal("the learning rate is another than in float32")
         fails = _fails_after(outcome, self._step) and not _diverges_after(self.whole(), self._step)
         return replace(seen, fails_later=fails)
 
@@ -466,7 +504,16 @@ def _growth(outcome: Outcome, step: int) -> Growth | None:
     module = max(alike, key=lambda name: alike[name], default="")
     if not before or loss < GROWN * before or alike.get(module, 0.0) < GROWN:
         return None
-    return Growth(since, alike[module], module, before, loss)
+    return Growth(since, alike[module], module, before, loss, rates=_grown_rates(outcome, since, now))
+
+
+def _grown_rates(outcome: Outcome, since: int, now: int) -> tuple[float, float] | None:
+    """Return the learning rates of two steps of one optimizer, where that has grown; None where that is not known."""
+    steps = list(zip(outcome.losses_of, outcome.rates, strict=False))
+    if now > len(steps) or steps[since - 1][0] != steps[now - 1][0]:
+        return None
+    before, after = (max(steps[at - 1][1], default=0.0) for at in (since, now))
+    return (before, after) if after > before else None
 
 
 def _receives_alike(first: Sequence[Reading], last: Sequence[Reading], module: str) -> bool:

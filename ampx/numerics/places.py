@@ -229,8 +229,21 @@ def wrong_values(
 ) -> list[int]:
     """Return the positions of finite values in a pass that are off by more than rounding could explain."""
     own = ((position, entry) for position, entry in enumerate(readings) if entry.direction == direction)
-    errors = {position: error_of(entry, exact.get(key_of(entry))) for position, entry in own}
+    pairs = {position: (entry, exact.get(key_of(entry))) for position, entry in own}
+    errors = {position: error_of(*pair) for position, pair in pairs.items() if _computes_digits(pair[1])}
     return [position for position, error in errors.items() if max(WRONG, bound(dtype, position)) < error < math.inf]
+
+
+def _computes_digits(exact: Reading | None) -> bool:
+    """Return whether a value in float32 has digits of its own; not so where numbers are only moved.
+
+    Nor where a sum is no more than the rounding of its terms, as the gradient of what has no effect: that of a bias in
+    front of a softmax, say. No run knows what it is.
+    """
+    if exact is None or family(exact.operation) != "sum" or not exact.value.elements:
+        return exact is None or family(exact.operation) != "move"
+    terms = exact.inputs.elements / exact.value.elements
+    return exact.value.largest > terms * exact.inputs.largest * 2.0 ** -FORMATS["float32"].bits
 
 
 def _is_spoilt(entry: Reading, other: Reading | None) -> bool:

@@ -124,19 +124,30 @@ def with_joined_gradients(readings: Iterable[Reading]) -> list[Reading]:
 
     Parameters get the sum of what the calls hand them. The gradient of a call that is small beside that of another may
     lose all of its digits to the smallest numbers of a dtype, and no parameter notices.
+
+    So are outputs that no gradient comes back to, where one comes back to others, as those of a validation of one
+    sample after another: the closer one of many is to zero, the more it is off, by chance.
     """
-    joined: dict[str | Place, Reading] = {}
-    for entry in readings:
-        if entry.operation:
-            continue
-        key = entry.module if entry.direction == "backward" else (entry.module, entry.direction, entry.call)
+    values = [entry for entry in readings if not entry.operation]
+    trained = {(entry.module, entry.call) for entry in values if entry.direction == "backward"}
+    joined: dict[tuple[str, str, int | None], Reading] = {}
+    for entry in values:
+        alone = entry.direction == "forward" and (not trained or (entry.module, entry.call) in trained)
+        key = (entry.module, entry.direction, entry.call if alone else None)
         before = joined.get(key)
         if before is None:
             joined[key] = entry if entry.direction == "forward" else replace(entry, call=0)
-        elif before.sample is not None and entry.sample is not None:
-            value = replace(before.value, nonfinite=before.value.nonfinite + entry.value.nonfinite)
-            joined[key] = replace(before, value=value, sample=np.concatenate([before.sample, entry.sample]))
+        else:
+            joined[key] = _joined(before, entry)
     return list(joined.values())
+
+
+def _joined(before: Reading, entry: Reading) -> Reading:
+    """Return two values as one; without samples the first."""
+    if before.sample is None or entry.sample is None:
+        return before
+    value = replace(before.value, nonfinite=before.value.nonfinite + entry.value.nonfinite)
+    return replace(before, value=value, sample=np.concatenate([before.sample, entry.sample]))
 
 
 def by_count(dtype: str, roundings: int, *noises: Distance) -> Tolerance:

@@ -118,6 +118,7 @@ class Outcome:
         versions: Of Python, ampx and the framework.
         raised: The exception that ended the script in the step after the last, and the line of the script that it went
             through: `("ValueError: why", "train.py:12")`; None for none.
+        rates: By step, the learning rates of the optimizer that made it; none where the backend does not know them.
         losses_of: By step, the name of the optimizer that made it; None where it is not known.
         imported: What another run may start with; None where no framework trained.
     """
@@ -138,6 +139,7 @@ class Outcome:
     mistakes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     raised: tuple[str, str] | None = None
+    rates: tuple[tuple[float, ...], ...] = ()
     losses_of: tuple[str | None, ...] = ()
     imported: Imported | None = None
 

@@ -30,7 +30,7 @@ from .batch import FLOAT32, Seen, fitting_scale, scaled
 from .causes import find_fault
 from .compare import MARGIN, ModuleError, error_map, module_errors, relative_error
 from .cures import low_operation
-from .diagnose_script import Parting, losses_off, lost_updates
+from .diagnose_script import Parting, decided, losses_off, lost_updates, rates_part
 from .forcing import inside, kept_in_float32, rounded_alone
 from .journal import Journal, digest_of
 from .operations import failing
@@ -515,6 +515,9 @@ class _ScriptSearch(Search[Outcome]):
             ("the output differs", self._of_output()) if self.for_inference else ("losses differ", self.tolerance.loss)
         )
         reason = f"in {self.dtype} {what} from float32's by more than {self.limit(percent(tolerance))}"
+        trains_alike = not (self.for_inference or self.first.raised or self.first.skipped)
+        if trains_alike and self.loss_error(self.first, self.reference) <= tolerance:
+            reason = f"in {self.dtype} {self.failure(self.first)}"
         if self.unnamed:
             why = _nothing_watched(self.trial, self.reference)
             raise TrialError(f"{reason}, and no list of operations cures that: {why}")
@@ -699,6 +702,9 @@ def _chosen(probe: Outcome) -> tuple[str, str]:
 def _remarks(search: _ScriptSearch, policy: TunedPolicy, exclusions: Sequence[Mapping[str, str]]) -> list[str]:
     """Return what is to be known beside the policy."""
     notes = []
+    rates = rates_part(search.reference, search.first)
+    if rates is not None:  # what is kept for that is not at fault itself
+        notes.append(f"From step {rates[0]} of {search.trial.program.name} on {decided(rates, search.dtype)}.")
     if exclusions:
         notes.append(_for_tensorrt(policy, exclusions))
         notes.append(_EXPORTED if policy.framework == "torch" else _EXPORTED_ELSEWHERE.format(policy.framework))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -110,6 +111,7 @@ class Manager(Generic[SomeManaged]):
         self.script_code = ScriptCode()  # what that backward calls
         self._references: list[weakref.ref[Any]] = []
         run.record_own_sessions(self.follow, kind_of)
+        run.recorder.learning_rates = self.learning_rates
 
     def follow(self) -> None:
         """Only record from now on: the script has started a session by itself."""
@@ -178,6 +180,15 @@ class Manager(Generic[SomeManaged]):
         group = managed.wrapped.ampx_member.group
         kind = type(managed.raw).__name__
         managed.group = self.run.recorder.add_optimizer(kind, managed.wrapped.loss_scale, group.index, managed.place)
+
+    def learning_rates(self, group: int) -> tuple[float, ...]:
+        """Return those of the optimizers that share a loss scale, as `Recorder` wants it."""
+        rates = (self.rates_of(managed.raw) for managed in self.managed() if managed.group == group)
+        return tuple(itertools.chain.from_iterable(rates))
+
+    def rates_of(self, raw: Any) -> Iterable[float]:
+        """Return the learning rates of an optimizer of the script; none where a framework does not say. Sync: some."""
+        return ()
 
     # -- backward ----------------------------------------------------------------------------------
 

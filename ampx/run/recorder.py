@@ -244,6 +244,8 @@ class Recorder:
         self.curve: LossCurve | None = None
         # Returns what the meters of the optimizers say, each with the optimizer's number and the name of its class.
         self.metering: Callable[[], Iterable[tuple[int, str, Meter | None]]] | None = None
+        # Returns the learning rates of what steps with a loss scale, by its position, where the backend knows them.
+        self.learning_rates: Callable[[int], tuple[float, ...]] = lambda group: ()
         self.meter_every = METER_EVERY
         self.meters: dict[int, MeterRecord] = {}
         self._lossy: set[int] = set()

@@ -14,6 +14,7 @@ from ampx.formats import digits_of
 from ampx.numerics import report
 from ampx.numerics.compare_script import (
     Sweep,
+    _look,
     compare_script,
     ends_alike,
     parse_dtypes,
@@ -22,7 +23,7 @@ from ampx.numerics.compare_script import (
 )
 from ampx.numerics.meter import Meter, ParameterMeter
 from ampx.numerics.probe import Reading, Stats
-from ampx.numerics.trial import Outcome, TrialError
+from ampx.numerics.trial import Outcome, Trial, TrialError
 from ampx.run import RunSettings
 from ampx.run.program import Program
 from ampx.run.recorder import MeterRecord, SampledGradient
@@ -454,6 +455,7 @@ def test_steps_skipped_until_the_loss_scale_settles_are_no_matter_of_precision(s
         ((0.5, 0.6, 5.0, 70.0), "float32 itself diverges: its loss goes from 0.5 to 70"),
         ((1.0, 2.0, 4.0, math.inf), "float32 itself fails: its loss is not finite at step 4"),
         ((0.5, 70.0, 5.0, 0.4), None),
+        ((0.09, 5.0, -0.5, -1.3), None),  # a critic's loss that falls below zero
     ],
 )
 def test_what_fails_in_float32_itself_is_no_matter_of_precision(losses, words):
@@ -463,6 +465,17 @@ def test_what_fails_in_float32_itself_is_no_matter_of_precision(losses, words):
     facts = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)["dtypes"]["float16"]
     assert facts["float32_fails"] == words
     assert (words or "the loss agrees") in facts["verdict"]
+
+
+@pytest.mark.parametrize(("skipped", "step"), [((), 2), ((1,), 1), ((3,), 2), ((1, 2), 2)])
+def test_a_loss_that_differs_behind_a_skipped_step_differs_because_of_that(skipped, step):
+    """As that of a generator, whose critic was not trained."""
+    reference = replace(pretended(Trial(Program("a.py"), RunSettings("float32"))), losses=(1.0, 0.5, 0.25, 0.125))
+    optimizer = {**reference.run["optimizers"][0], "skipped": [*skipped]}
+    low = replace(
+        reference, run={**reference.run, "optimizers": [optimizer], "dtype": "float16"}, losses=(1.0, 5.0, 5.0, 5.0)
+    )
+    assert _look({"parts_at": 2}, reference, low, lambda: None).step == step
 
 
 @pytest.mark.parametrize("loss", [1.0, math.nan])

@@ -15,7 +15,7 @@ from ampx.numerics.chain import chain
 from ampx.numerics.compare import padded
 from ampx.numerics.diagnose import Setting, Suspect, examined
 from ampx.numerics.operations import family
-from ampx.numerics.places import key_of
+from ampx.numerics.places import Place, key_of
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.rounding import describe, round_to
 from toy import framework
@@ -109,6 +109,7 @@ def test_a_quotient_of_zeros_is_a_division_though_rounding_has_moved_other_zeros
         ("mul", [1e-4, 1.0], [1e-8, 1.0], "division"),  # of 1e-4 and 1e-4
         ("add", [4e-9, 0.5, 6e-9, 0.5], [1e-8, 1.0], "division"),  # of two tensors
         ("add", [-1.0, 1.0], [1e-9, 2.0], "division"),  # 1 is added
+        ("softmax", [0.0, 35.0], [6e-16, 0.99], "division"),  # nothing is added to its zeros
     ],
 )
 def test_an_epsilon_is_a_constant_that_rounds_to_zero(operation, inputs, value, kind):
@@ -261,6 +262,47 @@ def test_an_operation_is_infinite_at_its_own_pole_and_does_not_overflow(operatio
     )
     assert fault.kind == "logarithm"
     assert words in fault.why
+
+
+@pytest.mark.parametrize(
+    ("guard", "operation", "before", "exact_input", "low_input", "words"),
+    [
+        ("add", "sqrt", 0.0, 1e-8, 0.0, "because the constant 1e-08 of add in module 'block' (net.py:7) is zero in"),
+        ("clamp_min", "sqrt", 0.0, 1e-8, 0.0, "because the constant 1e-08 of clamp_min in"),
+        ("clamp", "acos", 0.9999, 0.9999, 1.0, "because clamp in module 'block' (net.py:7) does not keep them from 1"),
+        ("mul", "acos", 0.9999, 0.9999, 1.0, ""),
+        ("scale", "sqrt", 0.0, 1e-3, 0.0, ""),  # float16 holds it, whatever is added
+    ],
+)
+def test_a_constant_that_rounds_to_the_pole_it_was_to_keep_values_from_is_an_epsilon(
+    guard, operation, before, exact_input, low_input, words
+):
+    slope, finite = (read(f"{operation}_backward", [], [value], direction="backward") for value in (math.inf, 1e4))
+    low = [read(guard, [low_input, 0.5], [low_input, 0.5]), read(operation, [low_input, 0.5], [0.0, 0.7])]
+    exact = [read(guard, [before, 0.5], [exact_input, 0.5]), read(operation, [exact_input, 0.5], [1e-4, 0.7])]
+    fault = find_fault(seen(*low, slope, gradients=[math.inf]), seen(*exact, finite), "float16", 1.0)
+    assert (fault.kind, fault.place.direction) == ("epsilon" if words else "logarithm", "backward")
+    assert words in fault.why
+    assert ("because" in fault.why) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "smallest", "kind"),
+    [("float32", 1e-12, "flush"), ("float32", 1e-3, "logarithm"), ("float16", 1e-12, "logarithm")],
+)
+def test_a_root_in_float32_at_zero_that_was_flushed_before_is_told_from_its_own_zero(dtype, smallest, kind):
+    slope, finite = (read("div", [], [value], direction="backward", dtype="float32") for value in (math.inf, 1e4))
+    low = seen(read("sqrt", [0.0, 0.0], [0.0, 0.0], dtype=dtype), slope, gradients=[math.inf])
+    exact = seen(read("sqrt", [smallest, smallest], [1e-2, 1e-2], dtype="float32"), finite)
+    assert find_fault(low, exact, "float16", 1.0).kind == kind
+
+
+def test_a_logarithm_of_zero_is_an_epsilon_where_a_constant_was_to_prevent_it():
+    low = [read("add", [0.0, 0.5], [0.0, 0.5]), read("log", [0.0, 0.5], [-math.inf, -0.7])]
+    exact = [read("add", [0.0, 0.5], [1e-8, 0.5]), read("log", [1e-8, 0.5], [-18.4, -0.7])]
+    diagnosis = diagnosed(seen(*low, loss=math.inf), seen(*exact), "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("epsilon", "log")
+    assert "eps = 0.0001  # float16 holds it; next to 1 it needs 0.001" in diagnosis.advice
 
 
 def test_the_slope_of_an_operation_at_its_own_pole_is_told_by_the_forward_pass():
@@ -745,6 +787,55 @@ def test_a_wrong_gradient_is_found_behind_a_forward_pass_that_is_right(exact_gra
     if fault is not None:
         assert fault.place.operation == "tanh_backward"
         assert words in fault.why
+
+
+@pytest.mark.parametrize(
+    ("operation", "terms", "found"), [("sum", 3e3, False), ("sum", 1e-3, True), ("view", 1e-3, False)]
+)
+def test_a_gradient_that_cancels_to_the_rounding_of_its_terms_or_is_only_moved_is_not_called_wrong(
+    operation, terms, found
+):
+    """That of a bias in front of a softmax is zero but for rounding, in float32, too."""
+
+    def run(gradient, dtype):
+        bias = replace(sampled(operation, [terms, -terms, 0.0, 0.0], gradient, dtype), direction="backward")
+        return seen(sampled("linear", [4.0], [1.0], dtype), bias)
+
+    fault = gradient_fault(run([-2e-4, 1e-4], "float16"), run([2e-4, 1e-4], "float32"), "float16", 1.0)
+    assert (fault is not None) == found
+
+
+def added(total, term, result, dtype, call, operation="add", line="train.py:7"):
+    return replace(read(operation, [total, term], [result], "", dtype=dtype, call=call), place=line)
+
+
+@pytest.mark.parametrize(
+    ("low", "position"),
+    [
+        ([added(508.0, 2.0, 510.0, "bfloat16", 0), added(510.0, 2.0, 512.0, "bfloat16", 1)], None),
+        ([added(510.0, 2.0, 512.0, "bfloat16", 0), added(512.0, 1.5, 512.0, "bfloat16", 1)], 1),
+        # Of these that which loses most is named, and no difference that nothing comes of.
+        (
+            [
+                added(0, 0.5, 512.0, "bfloat16", 0),
+                *(added(512.0, term, 512.0, "bfloat16", 1) for term in (0.5, 1.5, 1)),
+            ],
+            2,
+        ),
+        ([added(1.0, 1e-3, 1.0, "bfloat16", 0, "sub")], None),
+    ],
+)
+def test_a_schedule_that_decides_otherwise_is_told_with_the_total_that_grows_no_more(low, position):
+    low = [replace(entry, call=call) for call, entry in enumerate(low)]
+    exact = [
+        added(entry.inputs.largest, entry.inputs.smallest, 600.0 + at, "float32", at) for at, entry in enumerate(low)
+    ]
+    diagnosis = examined(Suspect(seen(*low), seen(*exact), Setting("bfloat16", 1.0), decides="the rate is 1"))
+    assert diagnosis.kind == "digits"
+    assert diagnosis.why.startswith("the rate is 1")
+    assert diagnosis.first_nonfinite == (None if position is None else Place.of(low[position]))
+    if position is not None:
+        assert "(train.py:7) loses precision: 512 and 1.5 more are 512" in diagnosis.why
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,14 @@ from ampx.formats import digits_of
 from ampx.numerics import report
 from ampx.numerics.batch import Seen
 from ampx.numerics.causes import find_fault
-from ampx.numerics.diagnose_script import _diverges_after, _fails_after, diagnose_script
+from ampx.numerics.diagnose_script import (
+    Parting,
+    _diverges_after,
+    _fails_after,
+    _growth,
+    diagnose_script,
+    rates_part,
+)
 from ampx.numerics.places import first_failing, of_the_step
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.trial import Outcome
@@ -399,6 +407,27 @@ def test_of_skipped_steps_the_first_in_the_last_row_is_looked_at_where_no_loss_s
 
 
 @pytest.mark.parametrize(
+    ("optimizers", "rates", "words"),
+    [
+        (("SGD", "SGD"), (0.1, 40.0), "for a batch of the same size, and the learning rate from 0.1 to 40, "),
+        (("SGD", "SGD"), (0.1, 0.1), "for a batch of the same size, and its weights may"),
+        (("SGD", "Adam"), (0.1, 40.0), "for a batch of the same size, and its weights may"),  # each has its own
+    ],
+)
+def test_a_learning_rate_that_has_grown_is_said_of_a_training_that_diverges(optimizers, rates, words):
+    optimizer = {"kind": "SGD", "place": "", "group": 0, "skipped": [], "scales": [], "initial_scale": 1.0}
+    run = {"steps": 2, "dtype": "float32", "optimizers": [optimizer]}
+    received = Stats(1, largest=1.0, smallest=1.0, lowest=1.0)
+    readings = {
+        step: (Reading("", "Net", "", "forward", 0, "float32", replace(received, largest=largest), received),)
+        for step, largest in ((1, 1.0), (2, 100.0))
+    }
+    rates = tuple((rate,) for rate in rates)
+    growth = _growth(Outcome(run, (1.0, 50.0), readings=readings, losses_of=optimizers, rates=rates), 2)
+    assert words in str(growth)
+
+
+@pytest.mark.parametrize(
     ("untrained", "skipped", "kind", "words"),
     [
         (1.5, [1, 2], "learning rate", "its weights have grown: with those of the first step the loss is 1.5"),
@@ -427,6 +456,7 @@ def test_weights_have_grown_only_if_the_batch_is_healthy_with_those_of_the_first
     diagnosis, _ = diagnose_script(Program("train.py"), RunSettings("float16"), **options)
     assert diagnosis.kind == kind
     assert words in diagnosis.why
+    assert (diagnosis.first_nonfinite is None) == (kind == "learning rate")  # where it shows first is not at fault
 
 
 @pytest.mark.parametrize(
@@ -460,3 +490,69 @@ def test_a_script_that_raises_before_its_first_step_is_examined_at_the_loss_scal
     settings = RunSettings("float16", loss_scale=loss_scale)
     diagnosis, _ = diagnose_script(Program("train.py"), settings, framework="toy", run=run)
     assert (diagnosis.kind, diagnosis.scale) == ("overflow", scale)
+
+
+SCHEDULED = """
+from toy import framework as toy
+weight = toy.Tensor([0.5, 0.25], parameter=True)
+optimizer = toy.Optimizer([weight], lr=1e-3)
+for step in range(6):
+    loss = toy.total(toy.product(weight, toy.Tensor([FACTOR, 1.0])))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 2 and toy.product(toy.Tensor([FACTOR]), toy.Tensor([1.0])).data[0] == 1.0:
+        optimizer.lr = 0.2
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [("1.0001", "In step 4, the learning rate is 0.2, "), ("1.0", "Nothing")]
+)
+def test_a_schedule_that_a_rounded_number_decides_is_why_a_training_goes_another_way(toy_script, factor, verdict):
+    program = toy_script(SCHEDULED.replace("FACTOR", factor))
+    diagnosis, result = diagnose_script(program, RunSettings("float16", loss_scale=1.0), framework="toy")
+    assert result["verdict"].startswith(verdict)
+    if diagnosis is not None:
+        assert (result["step"], diagnosis.kind, diagnosis.first_nonfinite) == (4, "digits", None)
+        assert "and in float32 0.001: the script's schedule decides by a number that was computed in" in diagnosis.why
+
+
+def outcome(losses, rates, skipped=(), dtype="bfloat16"):
+    optimizer = {"kind": "SGD", "place": "", "group": 0, "skipped": [*skipped], "scales": [], "initial_scale": 1.0}
+    run = {"steps": len(losses), "dtype": dtype, "optimizers": [optimizer]}
+    return Outcome(run, tuple(losses), rates=tuple((rate,) for rate in rates))
+
+
+EXACT = outcome([4.0, 3.0, 2.0, 1.0], [0.1, 0.1, 0.1, 0.1], dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("rates", "skipped", "expected"),
+    [
+        ([0.1, 0.1, 0.1, 0.1], (), None),
+        ([0.1, 0.1, 0.01, 0.01], (), (3, 0.01, 0.1)),
+        ([0.1, 0.1001, 0.1001, 0.1], (), None),  # a rate that is computed of a loss, say
+        ([0.1, 0.1, 0.01, 0.01], (2,), None),  # a schedule that a skipped step puts back
+        ([], (), None),
+    ],
+)
+def test_the_step_with_another_learning_rate_than_in_float32_is_found(rates, skipped, expected):
+    assert rates_part(EXACT, outcome([4.0] * 4, rates, skipped)) == expected
+
+
+@pytest.mark.parametrize(
+    ("losses", "noisy", "step"),
+    [
+        ([4.0, 3.0, 2.0, 3.0], False, 3),  # before the loss is wrong
+        ([4.0, 6.0, 2.0, 3.0], False, 2),  # it was wrong before that
+        ([4.0, 3.0, 2.0, 3.0], True, 4),  # rounding alone turns this schedule
+        ([4.0, 3.0, 2.0, 1.0], False, 4),
+    ],
+)
+def test_a_script_that_goes_on_at_another_rate_is_looked_at_where_it_does_so(losses, noisy, step):
+    low = outcome(losses, [0.1, 0.1, 0.01, 0.01])
+    parting = Parting.of(EXACT, low, lambda: (EXACT, low if noisy else EXACT))
+    assert parting.step(low) == step
+    said = "the learning rate is 0.01, and in float32 0.1: the script's schedule decides by a number that was computed"
+    assert parting.decides(step, "bfloat16").startswith(said) == (step == 3)

@@ -575,6 +575,19 @@ def test_gradients_of_all_calls_of_a_module_are_one_and_outputs_are_not():
     assert joined[-1].value.nonfinite == 2
 
 
+def test_outputs_that_no_gradient_comes_back_to_are_one_beside_those_of_the_training():
+    """Of 440 samples of a validation some output is close to zero, and far off by chance."""
+    validation = [reading("a", "forward", call, [float(call)]) for call in range(3)]
+    training = [reading("a", "forward", 3, [3.0]), reading("a", "backward", 3, [4.0])]
+    joined = with_joined_gradients([*validation, *training])
+    assert [(entry.direction, entry.call, entry.sample.tolist()) for entry in joined] == [
+        ("forward", 0, [0.0, 1.0, 2.0]),
+        ("forward", 3, [3.0]),
+        ("backward", 0, [4.0]),
+    ]
+    assert len(with_joined_gradients(validation)) == 3  # for inference
+
+
 def test_a_gradient_goes_wrong_in_the_backward_of_the_module_that_it_came_through():
     def error(name, direction, value):
         return ModuleError(name, "Dense", direction, 0, "float16", value, 0.1)

@@ -148,6 +148,10 @@ class TorchManager(Manager[TorchManaged]):
 
     # -- optimizers --------------------------------------------------------------------------------
 
+    def rates_of(self, raw: torch.optim.Optimizer) -> Iterable[float]:
+        """Return those of its groups. Sync: one each that is a tensor on a device."""
+        return (float(group["lr"]) for group in raw.param_groups if "lr" in group)
+
     def adopt(self, raw: torch.optim.Optimizer, copied: bool = False) -> None:
         """Take over an optimizer that the script has just made, copied or unpickled; casting starts with the first."""
         if self.stood_down or isinstance(raw, AmpOptimizer):

@@ -10,7 +10,13 @@ from ampx.optimizer import GenericOptimizer
 from ampx.run import Automation, Managed, Manager, Run, ScriptBackward, patched
 from toy.framework import Optimizer, Tensor
 
-ToyManager = Manager[Managed]
+
+class ToyManager(Manager[Managed]):
+    """What is managed in one run."""
+
+    def rates_of(self, raw: Optimizer) -> list[float]:
+        """Return its only one."""
+        return [raw.lr]
 
 
 class ToyBackward(ScriptBackward[ToyManager]):
