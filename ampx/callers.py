@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final
@@ -123,6 +124,25 @@ def imported_by_script(through: tuple[str, ...] = ()) -> bool:
 def is_search() -> bool:
     """Return whether the finder that asks was asked by `importlib.util.find_spec`, and not by an import."""
     return sys._getframe(3).f_globals.get("__name__") == "importlib.util"  # past the finder and what asks finders
+
+
+def values_in_sight(kinds: tuple[type, ...]) -> Iterator[Any]:
+    """Yield the values of some classes in variables of the user's own code, those of the innermost function first.
+
+    The attributes of what is in a variable count, too, but not those of a value of these classes.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    seen: set[int] = set()
+    while frame is not None:
+        for variables in (frame.f_locals, frame.f_globals) if _is_script(frame) else ():
+            for value in variables.values():
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+                is_of_kind = issubclass(type(value), kinds)
+                inside = () if is_of_kind else getattr(value, "__dict__", {}).values()
+                yield from (held for held in (value, *inside) if issubclass(type(held), kinds))
+        frame = frame.f_back
 
 
 def _script_frame() -> FrameType | None:

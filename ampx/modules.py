@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from .backend import CastPlan, module_patterns
+from .callers import values_in_sight
 from .errors import InvalidOptionError, UnsupportedOpError
 
 # The order of interceptors, from the outside to the inside: what rounds the gradients of outputs, where a framework has
@@ -45,66 +46,114 @@ def listed(values: Any, kinds: type | tuple[type, ...], role: str, accepted: str
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-class Names:
-    """The names of modules: within a model, or within the outermost modules that are called.
+class Name(str):
+    """A name that a module had when it was called.
 
-    Of several such models the first has plain names. Those of another begin with its class (`"Net:fc"`), and where
-    that is taken with its class and a number (`"Net#2:fc"`). Where a part was called before the model that it belongs
-    to, the model takes the part's place.
+    Attributes:
+        later: The name that it has got since within a larger model; None for none.
+    """
+
+    later: Name | None = None
+
+
+class Names:
+    """The names of modules: within a model, or within the models that are called.
+
+    A model is the outermost module that is called. What the script reaches through a larger one only
+    (`model.encoder(x)`) is named within that. Of several models the first has plain names. Those of another begin with
+    its class (`"Net:fc"`), and where that is taken with its class and a number (`"Net#2:fc"`).
+
+    Where a model was called before a larger one that it belongs to, its modules have their names within the larger one
+    from then on, and mean the same by their former names. A part of two models, of which neither has the other, keeps
+    its name within the first that was called.
     """
 
     def __init__(
         self,
         model: Any | None,
         named: Callable[[Any], Iterable[tuple[str, Any]]],
-        added: Callable[[list[tuple[str, Any]]], Any] = lambda modules: None,
+        added: Callable[[list[tuple[Name, Any]]], Any] = lambda modules: None,
+        kinds: tuple[type, ...] = (),
     ) -> None:
         """Name the modules of a model; without one, name modules as they are called.
 
         Args:
             model: The model, or None.
             named: Lists the modules in a module with their names, itself (or what it wraps) included as "".
-            added: Is called with what has got names, and these.
+            added: Is called with what has got names, new ones or others, and these.
+            kinds: The framework's classes of modules, of which the script's variables hold larger models.
         """
-        self._named, self._added = named, added
-        self._names: dict[int, str] = {}
+        self._named, self._added, self._kinds = named, added, kinds
+        self._names: dict[int, tuple[Name, ...]] = {}  # of each module, the present one first
         self._kept: list[Any] = []  # so that a number stays that of the same module
         self._open = model is None
         self._roots: dict[str, int] = {}  # by prefix, the outermost module that is called
         if model is not None:
             self.add(model, "")
 
-    def of(self, module: Any) -> str | None:
+    def of(self, module: Any) -> Name | None:
         """Return the name of a module that is called; None where it is not part of the model."""
-        name = self._names.get(id(module))
-        if name is None and self._open:
-            root = next((part for name, part in self._named(module) if not name), module)
-            parts = {id(part) for _, part in self._named(module)}
-            before = next((prefix for prefix, part in self._roots.items() if part in parts), None)
-            prefix = self._free_prefix(type(root).__name__) if before is None else before
-            self._roots[prefix] = id(root)
-            name = self.add(module, prefix)
-        return name
+        return next(iter(self._names.get(id(module)) or self._arrived(module)), None)
+
+    def dtype(self, module: Any, dtype_of: Callable[[str], str | None]) -> str | None:
+        """Return the dtype of a module that is called, by its name or else a former one; None where none has one."""
+        for name in self._names.get(id(module)) or self._arrived(module):
+            dtype = dtype_of(name)
+            if dtype is not None:
+                return dtype
+        return None
 
     def __iter__(self) -> Iterator[str]:
         """Walk over all names so far."""
-        return iter(dict.fromkeys(self._names.values()))
+        return iter(dict.fromkeys(names[0] for names in self._names.values()))
 
-    def add(self, root: Any, prefix: str) -> str:
-        """Name the modules in a module that have no name yet; return the module's own."""
-        new = []
+    def _arrived(self, module: Any) -> tuple[Name, ...]:
+        """Name the modules of a model that is called for the first time, or of which a module is."""
+        if not self._open:
+            return ()
+        model = self._model_of(module)
+        named = list(self._named(model))
+        parts = {id(part) for _, part in named}
+        root = next((part for name, part in named if not name), model)
+        taken = [prefix for prefix, part in self._roots.items() if part in parts]
+        for prefix in taken:
+            del self._roots[prefix]
+        prefix = "" if "" in taken else self._free_prefix(type(root).__name__)
+        self._roots[prefix] = id(root)
+        self.add(model, prefix, taken)
+        return self._names.get(id(module)) or (self.add(module, prefix),)
+
+    def _model_of(self, module: Any) -> Any:
+        """Return the largest module in the script's variables that has a module, if no variable holds it itself."""
+        largest, size = module, 0
+        for value in values_in_sight(self._kinds) if self._kinds else ():
+            if value is module:
+                return module
+            parts = {id(part) for _, part in self._named(value)}
+            if id(module) in parts and len(parts) > size:
+                largest, size = value, len(parts)
+        return largest
+
+    def add(self, root: Any, prefix: str, taken: Collection[str] = ()) -> Name:
+        """Name the modules in a module that have no name yet, or one with a prefix that is taken; return its own."""
+        new, seen = [], set()
         for name, part in self._named(root):
-            if id(part) not in self._names:
-                new.append((prefix + name, part))
-                self._keep(part, prefix + name)
+            former = self._names.get(id(part))
+            if id(part) not in seen and (former is None or _model_prefix(former[0]) in taken):
+                new.append((self._keep(part, prefix + name), part))
+            seen.add(id(part))
         if id(root) not in self._names:  # it wraps what has its name
             self._keep(root, prefix)
         self._added(new)
-        return self._names[id(root)]
+        return self._names[id(root)][0]
 
-    def _keep(self, module: Any, name: str) -> None:
+    def _keep(self, module: Any, text: str) -> Name:
+        former, name = self._names.pop(id(module), ()), Name(text)
+        for earlier in former[:1]:
+            earlier.later = name
         self._kept.append(module)
-        self._names[id(module)] = name
+        self._names[id(module)] = name, *former
+        return name
 
     def _free_prefix(self, kind: str) -> str:
         prefix, count = f"{kind}:" if self._roots else "", 1
@@ -121,6 +170,18 @@ class Names:
         """
         if not self._open:
             check_patterns(call, patterns, list(self))
+
+
+def present_name(name: str) -> str:
+    """Return the name that a module has now, as a plain string."""
+    while isinstance(name, Name) and name.later is not None:
+        name = name.later
+    return str(name)
+
+
+def _model_prefix(name: str) -> str:
+    """Return what the names of a model's modules begin with."""
+    return "".join(name.rpartition(":")[:2])
 
 
 def outer_name(name: str) -> str | None:
@@ -191,9 +252,9 @@ def module_dtypes(plan: CastPlan) -> dict[str, str]:
     return {**dict.fromkeys(allowed, str(plan.dtype)), **denied}
 
 
-def name_models(models: Iterable[Any], named: Callable[[Any], Iterable[tuple[str, Any]]]) -> list[tuple[str, Any]]:
+def name_models(models: Iterable[Any], named: Callable[[Any], Iterable[tuple[str, Any]]]) -> list[tuple[Name, Any]]:
     """List the modules of some models, with the names that they get where these are called one after the other."""
-    modules: list[tuple[str, Any]] = []
+    modules: list[tuple[Name, Any]] = []
     names = Names(None, named, modules.extend)
     for model in models:
         names.of(model)

@@ -6,6 +6,7 @@ import abc
 import glob
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from ampx.errors import UnsupportedDtypeError
@@ -26,7 +27,7 @@ class Forcer(abc.ABC):
         if unknown := sorted(name for name in dtypes.values() if name not in FORMATS and find_digits(name) is None):
             raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
         names.check(dtypes, "force")
-        self._names, self._dtypes = names, dict(dtypes)
+        self._names, self._dtype_of = names, partial(last_match, dtypes=dict(dtypes))
 
     @abc.abstractmethod
     def rounds(self, dtype: str) -> bool:
@@ -52,8 +53,7 @@ class Forcer(abc.ABC):
 
     def dtype(self, module: Any) -> str | None:
         """Return the dtype of a module; None where it has none of its own."""
-        name = self._names.of(module)
-        return None if name is None else last_match(name, self._dtypes)
+        return self._names.dtype(module, self._dtype_of)
 
     def call(self, module: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Compute a module in its dtype."""

@@ -151,8 +151,7 @@ class Probe(Forcing):
 
         Args:
             model: The model, or the parameters where these are a value (JAX); None for every model that this process
-                calls inside the region, named from the outermost module that is called. From the second such module
-                on, names begin with its class and a colon.
+                calls inside the region, with the names of `ampx.modules.Names`: within the largest model.
             watching: What to look at.
 
         Raises:

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from ampx.backend import Array
 from ampx.formats import stride
-from ampx.modules import Names
+from ampx.modules import Names, present_name
 
 from .probe import Direction, Reading, Stats, Watching
 
@@ -103,8 +103,10 @@ class Log:
         self._entries = [entry for _, run in runs for entry in sorted(run, key=lambda entry: -entry.behind)]
 
     def readings(self) -> list[Reading]:
-        """Return what was seen so far. Sync: one a device."""
+        """Return what was seen so far, by the names that modules have now. Sync: one a device."""
         entries = [entry for entry in self._entries if entry.dtype]
+        for entry in entries:
+            entry.module = present_name(entry.module)
         stats = iter(read_stats([part for entry in entries for part in (entry.value, entry.inputs)], self._read))
         samples = iter(self._samples(entries))
         calls = self._calls()

@@ -194,6 +194,15 @@ class Harness(abc.ABC):
         """
         return None
 
+    def larger(self, model: Any) -> tuple[Any, str, Callable[[Any], Any]] | None:
+        """Make a model that has a model of `chain` as its only part; None where a part is not called by itself.
+
+        Returns:
+            The larger model, the name of the part in it, and a function that calls the part by itself with a batch and
+            has the larger model, but not the part, in a variable.
+        """
+        return None
+
     def model_state(self, model: Any) -> Any:
         """Read weights, gradients and buffers of a model, and the random state, as something that `==` compares."""
         raise NotImplementedError(f"{type(self).__name__}.model_state: wanted because the probe is offered")

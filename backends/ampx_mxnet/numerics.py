@@ -418,13 +418,13 @@ class MXNetProbe(Probe):
 
     def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Read the outputs of blocks and the gradients of these outputs: see `Probe.watch`."""
-        watcher = _Watcher(_TENSORS, watching, Names(model, named))
+        watcher = _Watcher(_TENSORS, watching, Names(model, named, kinds=(mx.gluon.Block,)))
         return watcher.looking([calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher))], _operations_watched)
 
     @contextmanager
     def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
         """Compute blocks in dtypes of their own, or round as these would: see `Probe.force`."""
-        force = _Force(Names(model, named), dtypes)
+        force = _Force(Names(model, named, kinds=(mx.gluon.Block,)), dtypes)
         with ExitStack() as stack:
             before = switch.current()
             for dtype in sorted(set(dtypes.values()) & FORMATS.keys() - SIMULATED - {"float32"}):

@@ -149,14 +149,14 @@ class _Rules:
     """Casts layers as `"module:name"` in allow and deny say, where casting is on."""
 
     def __init__(self, plan: CastPlan) -> None:
-        self._names = Names(None, named)
-        self._dtypes = module_dtypes(plan)
+        self._names = Names(None, named, kinds=(paddle.nn.Layer,))
+        self._dtype_of = functools.partial(last_match, dtypes=module_dtypes(plan), matches=is_meant)
         self._inner = replace(plan, allow=tuple(_operators(plan.allow)), deny=tuple(_operators(plan.deny)))
         self._thread = threading.local()
 
     def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Compute a layer as the last rule about it says; one that is allowed in one that is denied is cast again."""
-        dtype: Any = last_match(self._names.of(layer) or "", self._dtypes, is_meant)
+        dtype: Any = self._names.dtype(layer, self._dtype_of)
         denied = getattr(self._thread, "denied", False)
         if dtype is None or not (denied or paddle.amp.is_autocast_enabled()):
             return forward(*inputs, **options)

@@ -447,14 +447,14 @@ class PaddleProbe(Probe):
 
     def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Read the outputs of layers and the gradients of these outputs: see `Probe.watch`."""
-        watcher = _Watcher(_TENSORS, watching, Names(model, named))
+        watcher = _Watcher(_TENSORS, watching, Names(model, named, kinds=(paddle.nn.Layer,)))
         regions = _uncompiled(self.backend, "watch", model), calls.around((WATCHERS, watcher))
         return watcher.looking(regions, _operations_watched)
 
     @contextmanager
     def force(self, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
         """Compute layers in dtypes of their own, or round as these would: see `Probe.force`."""
-        force = _Force(Names(model, named), dtypes)
+        force = _Force(Names(model, named, kinds=(paddle.nn.Layer,)), dtypes)
         with _uncompiled(self.backend, "force", model), calls.around((GRADIENTS, _Widening(force)), (FORCES, force)):
             yield
 

@@ -14,7 +14,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from ampx.modules import Names
+from ampx.modules import Name, Names
 
 # Receives the call, the module's own function, and the arguments; returns what the call returns.
 Around: TypeAlias = Callable[["Call", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -146,14 +146,14 @@ class Modules:
         self._calls: dict[int, Call] = {}  # which keep the modules alive, so that no other gets their identity
         self._stack = _Stack()
         self.on_root: Callable[[list[Call]], None] = lambda calls: None
-        self.names: Final = Names(model, walk, self._added)
+        self.names: Final = Names(model, walk, self._added, (keras.layers.Layer, tf.Module))
 
     @property
     def innermost(self) -> Call | None:
         """The module that runs in the calling thread."""
         return self._stack.calls[-1] if self._stack.calls else None
 
-    def _added(self, modules: list[tuple[str, Any]]) -> None:
+    def _added(self, modules: list[tuple[Name, Any]]) -> None:
         calls = {id(module): Call(name, module) for name, module in modules}
         self._calls.update(calls)
         self.on_root(list(calls.values()))

@@ -40,11 +40,15 @@ def each_model(model: nn.Module | None, take: Callable[[Names], None]) -> Iterat
 
 @contextmanager
 def called_models(take: Callable[[Names], None]) -> Iterator[None]:
-    """Hand over the modules of every model that is called inside the region, before its first call."""
+    """Hand over the modules of every model that is called inside the region, before its first call.
+
+    They come again where a larger model takes them: see `ampx.modules.Names`.
+    """
     arrivals = RootNames(
         None,
         lambda root: [(name, module) for module, name in named(root).items()],
         lambda added: take({module: name for name, module in added}),
+        (nn.Module,),
     )
     _listen(arrivals)
     try:

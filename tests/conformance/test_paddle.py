@@ -136,6 +136,10 @@ class PaddleHarness(Harness):
 
         return model, step, "1"
 
+    def larger(self, model):
+        larger = paddle.nn.Sequential(model)
+        return larger, "0", lambda batch: larger[0](batch)
+
     def shipped(self, weights, norm=False):
         model, _, names = self.chain(weights, (1.0,))
         if norm:

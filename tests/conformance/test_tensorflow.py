@@ -155,6 +155,10 @@ class TensorFlowHarness(Harness):
 
         return model, step, "fork"
 
+    def larger(self, model):
+        larger = keras.Sequential([model])
+        return larger, model.name, lambda batch: larger.layers[0](batch)
+
     def shipped(self, weights, norm=False):
         model, _, names = self.chain(weights, ())
         if norm:

@@ -117,6 +117,10 @@ class TorchHarness(Harness):
 
         return model, step, "1"
 
+    def larger(self, model):
+        larger = torch.nn.Sequential(model)
+        return larger, "0", lambda batch: larger[0](batch)
+
     def shipped(self, weights, norm=False):
         model, _, names = self.chain(weights, ())
         if norm:

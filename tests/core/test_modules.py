@@ -17,6 +17,7 @@ from ampx.modules import (
     module_dtypes,
     name_models,
     outer_name,
+    present_name,
     unmatched,
 )
 
@@ -52,11 +53,53 @@ def test_models_that_are_called_get_names_of_their_own():
     leaf = Module()
     first, second, third, foreign = Module(fc=leaf), Module(fc=Module()), Module(fc=Module()), object()
     names = Names(None, lambda module: named(module) if isinstance(module, Module) else [])
-    assert [names.of(module) for module in (leaf, first)] == ["", ""]  # it was called before the model it belongs to
+    assert [names.of(module) for module in (leaf, first)] == ["", ""]  # it was called before its model
     assert [names.of(model) for model in (second, third)] == ["Module:", "Module#2:"]
     assert [names.of(model.parts["fc"]) for model in (second, third)] == ["Module:fc", "Module#2:fc"]
-    assert list(names) == ["", "Module:", "Module:fc", "Module#2:", "Module#2:fc"]
+    assert names.of(leaf) == "fc"
+    assert list(names) == ["", "fc", "Module:", "Module:fc", "Module#2:", "Module#2:fc"]
     assert names.of(foreign) == "object:"
+
+
+def test_a_part_of_a_larger_model_has_its_name_within_that_from_then_on():
+    leaf = Module()
+    inner = Module(fc=leaf)
+    names, added = Names(None, named), []
+    names._added = added.extend
+    other, middle = Module(inner=Module()), Module(inner=inner)
+    outer = Module(head=Module(), middle=middle)
+    calls = [names.of(leaf), names.of(other), names.of(inner), names.of(middle), names.of(outer)]
+    assert [present_name(name) for name in calls] == ["middle.inner.fc", "Module:", "middle.inner", "middle", ""]
+    assert names.of(leaf) == "middle.inner.fc"
+    assert [name for name, part in added if part is leaf] == ["", "fc", "inner.fc", "middle.inner.fc"]
+    for pattern in ("", "fc", "inner.fc", "middle.inner.fc"):  # those that it had mean it, too
+        assert names.dtype(leaf, {pattern: "float32"}.get) == "float32"
+    assert names.dtype(leaf, {"Module:inner": "float32", "head": "float32"}.get) is None
+
+
+def test_a_part_of_two_models_keeps_its_name_within_the_first_that_is_called():
+    shared = Module()
+    first, second = Module(a=shared), Module(b=shared, c=Module())
+    names = Names(None, named)
+    assert [names.of(module) for module in (first, second)] == ["", "Module:"]
+    assert [names.of(module) for module in (shared, second.parts["c"])] == ["a", "Module:c"]
+    both = Module(x=second, y=first)
+    assert [names.of(module) for module in (both, first, second, shared)] == ["", "y", "x", "x.b"]
+
+
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+
+
+def test_what_only_a_larger_model_reaches_is_named_within_the_largest():
+    small = Module(fc=Module())
+    trainer = Trainer(Module(other=Module(), small=small))
+    reached = Names(None, named, kinds=(Module,)).of(trainer.model.parts["small"].parts["fc"])
+    unseen = Names(None, named).of(small.parts["fc"])
+    own = small.parts["fc"]
+    held = Names(None, named, kinds=(Module,)).of(own)
+    assert (reached, unseen, held) == ("small.fc", "", "")
 
 
 def test_modules_beside_a_model_that_is_known_have_no_name():

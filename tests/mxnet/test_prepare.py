@@ -198,6 +198,15 @@ def test_denied_blocks_stay_in_float32_and_allowed_norms_do_not(level):
 
 
 @bfloat16
+def test_a_denied_block_computes_in_float32_where_it_is_called_by_itself_before_its_network():
+    init("O1", deny=["module:8"])
+    net = network()
+    rows = mx.nd.ones((2, 12))
+    first, denied = name_of(net[0](mx.nd.ones((2, 4))).dtype), name_of(net[8](rows).dtype)
+    assert (first, denied) == ("bfloat16", "float32")
+
+
+@bfloat16
 def test_a_pattern_that_matches_no_block_is_refused():
     with pytest.raises(ampx.UnsupportedOpError, match="nowhere"):
         init(deny=["module:nowhere"]).prepare(network())

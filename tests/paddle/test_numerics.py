@@ -222,6 +222,10 @@ def test_modules_are_denied_and_allowed_by_name_where_casting_is_on(backend, net
     with pytest.warns(UserWarning, match="makes no effect"), backend.autocast(plan, True):
         net(batch)
     assert during == {"first": ["off"], "last": ["off"]}  # deny outdoes allow
+    during.clear()
+    with pytest.warns(UserWarning, match="makes no effect"), backend.autocast(plan, True):
+        net.first(batch)  # a part by itself
+    assert during == {"first": ["off"]}
     assert paddle.nn.Layer.__call__.__module__.startswith("paddle")
 
 

@@ -105,21 +105,44 @@ def test_what_run_calls_the_same_by_hand_trains_the_same(tmp_path, models, polic
     assert printed(tmp_path, pasted(text, lines)) == done.stdout
 
 
-@pytest.mark.parametrize("models", [ONE, TWO_MODELS], ids=["one", "two models"])
-def test_what_diagnose_proposes_cures_the_script(tmp_path, models):
-    forward = {"FORWARD": "model(stem(torch.randn(4, 8)).float() * 1e4)"} if models is TWO_MODELS else {}
-    text = script(models, **{**FAILS, **forward})
+@pytest.mark.parametrize(
+    ("models", "forward"),
+    [
+        (ONE, FAILS["FORWARD"]),
+        (ONE, "model[1](model[0](torch.randn(4, 8) * 1e4)).detach() - model(torch.randn(4, 8) * 1e4)"),
+        (TWO_MODELS, "model(stem(torch.randn(4, 8)).float() * 1e4)"),
+    ],
+    ids=["one", "a part by itself", "two models"],
+)
+def test_what_diagnose_proposes_cures_the_script(tmp_path, models, forward):
+    text = script(models, **{**FAILS, "FORWARD": forward})
     (tmp_path / "train.py").write_text(text)
     settings = RunSettings("float16", device="cpu")
     diagnosis, _ = diagnose_script(
         Program(str(tmp_path / "train.py")), settings, framework="torch", run=lambda trial: run_here(trial, tmp_path)
     )
-    assert diagnosis.kind == "overflow"
+    assert (diagnosis.kind, diagnosis.deny) == ("overflow", ("module:1",))
     first = diagnosis.advice.partition("\n# or")[0].splitlines()
     assert all(line in str(diagnosis) for line in first)
     without = pasted(text, ["ampx.init(dtype='float16', nan_loss='skip')", *WRAPPED])
     assert not math.isfinite(float(printed(tmp_path, without)))
     assert math.isfinite(float(printed(tmp_path, pasted(text, [*first, *WRAPPED]))))
+
+
+def test_what_diagnose_proposes_for_a_policy_file_cures_the_script_run_by_it(tmp_path):
+    """A model as a whole has no name by which `deny` in code could keep it in float32."""
+    models = "\nstem, model = nn.Linear(8, 16), Energy()\noptimizer = torch.optim.SGD(stem.parameters(), lr=0.01)\n"
+    (tmp_path / "train.py").write_text(script(models, FORWARD="model(stem(torch.randn(4, 8) * 1e3))"))
+    program, settings = Program(str(tmp_path / "train.py")), RunSettings("float16", device="cpu")
+    diagnosis, _ = diagnose_script(program, settings, framework="torch", run=lambda trial: run_here(trial, tmp_path))
+    (line,) = diagnosis.advice.splitlines()
+    assert "in a policy file" in line
+    losses = []
+    for entries in ("", line):
+        (tmp_path / "ampx.toml").write_text(f'dtype = "float16"\n{entries}\n')
+        command = ("run", "--policy", "ampx.toml", "--device", "cpu", "train.py")
+        losses.append(float(run_python("-m", "ampx", *command, cwd=tmp_path, nests=True).stdout))
+    assert [math.isfinite(loss) for loss in losses] == [False, True]
 
 
 def test_what_tune_says_of_its_file_trains_as_float32_does(tmp_path):

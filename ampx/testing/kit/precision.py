@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
@@ -62,6 +63,13 @@ class PrecisionTests(KitTests):
         """Return the compute dtype, and the smallest number that it rounds to 1."""
         dtype = self.subject.dtype
         return dtype, 1 + 2.0 ** -(FORMATS[dtype].bits + 1)
+
+    def larger(self, model: Any) -> tuple[Any, str, Callable[[Any], Any]]:
+        """Return what `Harness.larger` returns."""
+        larger = self.subject.larger(model)
+        if larger is None:
+            pytest.skip(f"the harness of {self.subject.framework} has no model whose part is called by itself")
+        return larger
 
     def kept(self, dtype: str) -> str:
         """Return the dtype of what a module returns that is forced into a dtype: what is simulated is rounded only."""
@@ -189,6 +197,32 @@ class WatchTests(PrecisionTests):
             assert [only(readings, prefix + name).value.elements for name in names] == [len(ROW)] * len(names)
 
     @requires("probe")
+    def test_a_part_that_is_called_by_itself_is_named_within_its_model(self) -> None:
+        """It need not be known that the model will be called."""
+        model, _, names = self.subject.chain(WEIGHTS, ROW)
+        _, part, call = self.larger(model)
+        with self.probe.watch(None, Watching()) as watch:
+            call(self.subject.batch(ROW))
+        assert [only(watch.readings(), f"{part}.{name}").value.elements for name in names] == [len(ROW)] * len(names)
+
+    @requires("probe")
+    def test_a_model_has_its_names_within_a_larger_one_once_that_is_called(self) -> None:
+        """So have the values and gradients that were read before; another model keeps its names."""
+        model, step, names = self.subject.chain(WEIGHTS, ROW)
+        other, step_of_other, _ = self.subject.chain(WEIGHTS, ROW)
+        larger, part, _ = self.larger(model)
+
+        def compute(larger: Any) -> Any:
+            return self.subject.recorded(lambda: step(model) + step_of_other(other) + step(larger))
+
+        with self.probe.watch(None, Watching()) as watch:
+            self.probe.replay(larger, compute, None)
+        twice, kind = [part, *(f"{part}.{name}" for name in names)], f"{type(model).__name__}:"
+        expected = Counter([*twice, *twice, "", kind, *(f"{kind}{name}" for name in names)])
+        for direction in ("forward", "backward"):
+            assert Counter(entry.module for entry in watch.readings() if entry.direction == direction) == expected
+
+    @requires("probe")
     def test_a_sample_is_of_the_whole_value_of_a_module(self) -> None:
         """Of several tensors together there are no more elements than were asked for, at one distance."""
         import numpy as np
@@ -254,6 +288,23 @@ class ForceTests(PrecisionTests):
         _, readings = self.see((), (), self.probe.force(model, {names[1]: "float32"}), plan=plan, chain=chain)
         assert [only(readings, name).dtype for name in names] == [low, "float32", low]
         assert [numbers(only(readings, name)) for name in names] == [[1.0], [near], [1.0]]
+
+    @requires("probe")
+    def test_a_module_is_forced_by_its_name_within_a_larger_model_and_by_its_former_one(self) -> None:
+        """The former holds in all calls, the other from the call of the larger model on, also by itself."""
+        low, _ = self.low()
+        for in_the_larger, expected in ((False, [low] * 3), (True, ["float32", low, low])):
+            model, step, names = self.subject.chain(WEIGHTS, ROW)
+            larger, part, _ = self.larger(model)
+            name = f"{part}.{names[1]}"
+            with (
+                self.probe.force(None, {name if in_the_larger else names[1]: low}),
+                self.probe.watch(None, Watching()) as watch,
+            ):
+                for called in (model, larger, model):
+                    step(called)
+            dtypes = [entry.dtype for entry in watch.readings() if (entry.module, entry.direction) == (name, "forward")]
+            assert dtypes == [self.kept(dtype) for dtype in expected]
 
     @requires("probe")
     def test_the_last_pattern_that_matches_holds(self) -> None:

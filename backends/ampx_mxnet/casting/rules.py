@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from ampx.backend import CastPlan, map_leaves
@@ -26,13 +27,13 @@ class _Rules:
 
     def __init__(self, plan: CastPlan) -> None:
         self._plan = plan
-        self._names = Names(None, named)
-        self._dtypes = module_dtypes(plan)
+        self._names = Names(None, named, kinds=(mx.gluon.Block,))
+        self._dtype_of = partial(last_match, dtypes=module_dtypes(plan), matches=is_meant)
         self._thread = threading.local()
 
     def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Compute a block as the last rule about it says; one that is allowed in one that is denied is cast again."""
-        dtype: Any = last_match(self._names.of(block) or "", self._dtypes, is_meant)
+        dtype: Any = self._names.dtype(block, self._dtype_of)
         denied = getattr(self._thread, "denied", False)
         if dtype is None or not (denied or switch.current() is not None):
             return forward(*inputs, **options)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import keras
@@ -101,27 +102,28 @@ class Forcing:
         self._innermost = _Innermost()
         modules.on_root = self.assign
 
-    def of(self, name: str) -> str | None:
+    def of(self, module: Any) -> str | None:
         """Return the dtype of a module; None where nothing forces it."""
-        return forced_dtype(name, self._dtypes)
+        return self.modules.names.dtype(module, partial(forced_dtype, dtypes=self._dtypes))
 
     def assign(self, calls: list[Call]) -> None:
         """Set the policies of layers."""
         for call in calls:
-            dtype = self.of(call.name)
+            dtype = self.of(call.module)
             if dtype is not None and not rounds(dtype) and isinstance(call.module, keras.layers.Layer):
                 self.policies.set(call.module, dtype)  # type: ignore[arg-type]
 
     def around(self, call: Call, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module in its dtype."""
-        dtype = self.of(call.name)
+        dtype = self.of(call.module)
         if dtype is None:
             return native(*args, **kwargs)
         if rounds(dtype):
             args, kwargs = _rounded((args, kwargs), dtype, gradients=False)
             return _rounded(native(*args, **kwargs), dtype, gradients=True)
         is_layer = isinstance(call.module, keras.layers.Layer)
-        if not is_layer and last_match(call.name, self._dtypes) is not None and dtype == "float32":
+        own = partial(last_match, dtypes=self._dtypes)
+        if not is_layer and dtype == "float32" and self.modules.names.dtype(call.module, own) is not None:
             args, kwargs = casting.cast((args, kwargs), "float32")
         before = self._innermost.dtype
         self._innermost.dtype = None if is_layer else dtype  # type: ignore[assignment]

@@ -38,6 +38,7 @@ def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
                 f"force got the dtype {dtype!r}, which PyTorch can neither compute in nor simulate here; accepted: "
                 f"{', '.join(accepted)}. Choose one of these."
             )
+    forced: set[nn.Module] = set()  # by the name that they have, or a former one
     with ExitStack() as stack:
 
         def take(names: Names) -> None:
@@ -45,7 +46,8 @@ def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
                 check_patterns("force", dtypes, list(names.values()))
             for module, name in names.items():
                 dtype = last_match(name, dtypes)
-                if dtype is not None:
+                if dtype is not None and module not in forced:
+                    forced.add(module)
                     stack.callback(lend(module, _attach(module, dtype)))
 
         for name in DTYPES:

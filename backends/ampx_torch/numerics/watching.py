@@ -51,6 +51,7 @@ class ModuleWatch(Watcher):
     def __init__(self, watching: Watching) -> None:
         super().__init__(TENSORS, watching)
         self._calls = _Thread()
+        self._take_back: dict[nn.Module, Callable[[], None]] = {}
         self._nodes: dict[int, tuple[Where, str]] = {}  # by number of a node of the graph: module and line
         self._leaf_hooks: list[Any] = []
         self._waited = 0.0  # what this watch itself took, for times
@@ -58,10 +59,11 @@ class ModuleWatch(Watcher):
 
     # -- modules -----------------------------------------------------------------------------------
 
-    def take(self, names: Names) -> list[Callable[[], None]]:
-        """Put hooks on modules; return what takes them off."""
-        return [
-            lend(
+    def take(self, names: Names) -> None:
+        """Put hooks on modules, around those of others; a name that is new may have had others put some there."""
+        for module, name in names.items():
+            self._take_back.pop(module, lambda: None)()
+            self._take_back[module] = lend(
                 module,
                 (
                     module.register_forward_pre_hook(_Before(self, name), with_kwargs=True),
@@ -69,8 +71,6 @@ class ModuleWatch(Watcher):
                     module.register_forward_hook(_After(self, name), with_kwargs=True, prepend=True, always_call=True),
                 ),
             )
-            for module, name in names.items()
-        ]
 
     def enter(self, module: nn.Module, name: str, tree: Any) -> None:
         """Begin a call; inputs are looked at before the module can change them in place."""
@@ -123,6 +123,8 @@ class ModuleWatch(Watcher):
         self.open = False
         for handle in self._leaf_hooks:
             handle.remove()
+        for take_back in self._take_back.values():
+            take_back()
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -208,8 +210,7 @@ def watch(model: nn.Module | None, watching: Watching) -> Iterator[ModuleWatch]:
         def take(names: Names) -> None:
             if model is not None:
                 check_patterns("watch", watching.modules, list(names.values()))
-            for take_back in view.take(names):
-                stack.callback(take_back)
+            view.take(names)
 
         stack.callback(view.close)
         stack.enter_context(each_model(model, take))

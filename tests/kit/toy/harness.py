@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
+
+from script_calls import call_part
 
 from ampx.testing.harness import Chosen, Harness
 from toy import framework as toy
@@ -85,6 +88,11 @@ class ImplicitToyHarness(Harness):
             return toy.total(first) + toy.total(second) * 3.0
 
         return Module(layer=Dense(Tensor([1.0], parameter=True)), fork=Twice()), step, "fork"
+
+    def larger(self, model: Module) -> tuple[Any, str, Any]:
+        """Make a module with one part."""
+        larger = Module(part=model)
+        return larger, "part", partial(call_part, larger, "part")
 
     def shipped(self, weights: Sequence[float], norm: bool = False) -> tuple[Any, list[str]]:
         """Multiply by one weight after the other, and normalize."""

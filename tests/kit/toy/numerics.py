@@ -113,13 +113,14 @@ class ToyProbe(Probe):
 
     def watch(self, model: Module | None, watching: Watching) -> AbstractContextManager[Watcher]:
         """Read what modules compute."""
-        watcher = ToyWatcher(TENSORS, watching, Names(model, Module.named_modules))
+        watcher = ToyWatcher(TENSORS, watching, Names(model, Module.named_modules, kinds=(Module,)))
         return watcher.looking([calls.around((WATCHERS, watcher))], operations_watched)
 
     @contextmanager
     def force(self, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
         """Compute modules in dtypes of their own."""
-        names, simulated = Names(model, Module.named_modules), self.simulates(self.backend.device("cpu"))
+        names = Names(model, Module.named_modules, kinds=(Module,))
+        simulated = self.simulates(self.backend.device("cpu"))
         with calls.around((FORCES, ToyForcer(names, dtypes, simulated))):
             yield
 
