@@ -397,8 +397,8 @@ def _decomposition(case: Case) -> Cause | None:
     if family(case.place.operation) != "decomposition" or case.reference is None or case.beyond:
         return None
     return "digits", (
-        f"is not finite, as it is of a matrix that has no decomposition or inverse: one that has, rounded to "
-        f"{_significand(case.dtype)}, may have none"
+        f"is not finite: rounded to {_significand(case.dtype)}, its matrix may have no decomposition or inverse, which "
+        f"it has in float32"
     )
 
 

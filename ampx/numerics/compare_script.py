@@ -688,8 +688,9 @@ class _Look:
 def _look(facts: Mapping[str, Any], reference: Outcome, low: Outcome, noise: Noise) -> _Look:
     """Return the step that is diagnosed.
 
-    If losses differ, that is the step at which `ampx diagnose` looks, or the first that differs where some loss is not
-    finite or a step was skipped: it may differ because the one before was. If none differs, it is the first step.
+    If losses differ, it is the step at which `ampx diagnose` looks. If some loss is not finite or a step was skipped,
+    it is the last skipped step up to the first loss that differs, or else the step of that loss: a skipped step may be
+    why the next loss differs. If nothing differs, it is the first step.
     """
     parts_at = facts["parts_at"]
     broken = any(loss is not None and not math.isfinite(loss) for loss in low.losses)

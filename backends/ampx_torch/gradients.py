@@ -14,7 +14,7 @@ from ampx.protocol import NotCopied
 
 from .debug import name_parameters
 from .folded_step import EPSILON, is_large, is_plain, reads_finite
-from .trees import gradient_of
+from .trees import gradient_of, stored
 
 # The reciprocal of a loss scale on a device, kept because scales change rarely.
 _Reciprocals = dict[torch.device, tuple[float, torch.Tensor]]
@@ -176,10 +176,9 @@ def unscale_into(
 def _unscale_bfloat16(
     gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor, factor: float | None
 ) -> None:
-    """Do in two kernels what torch's own does: it has no code for bfloat16 on GPUs (pytorch/pytorch#127176)."""
-    plain = [_plain_values(gradient) for gradient in gradients if gradient.numel()]
+    """Do by other kernels what torch's own does: it has no code for bfloat16 on GPUs (pytorch/pytorch#127176)."""
     # Of a sharded gradient (DTensor) this process's part: a norm of all parts would wait for the other processes.
-    plain = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in plain]
+    plain = [values for values in map(stored, gradients) if values.numel()]
     if plain:
         largest = torch.stack(torch._foreach_norm(plain, math.inf, torch.float32))
         torch._amp_foreach_non_finite_check_and_unscale_([largest], flag, reciprocal)

@@ -403,8 +403,8 @@ sets, come from authors who had not read the rules. At the **first** run over ea
 
 That is what to expect of a script of your own. In the second set, three scripts of TensorFlow and their twins were
 refused on a CPU, and one of MXNet failed by a fault of the test kit. In six of the eight wrong diagnoses of the third
-set, what is said of the values is true, and the kind of the fault or the module is not the truth's. The rows below show
-the rules as mended since.
+set, the values are described truly, but the kind of the fault or the module is another than on record. The rows below
+show the rules as mended since.
 
 | mark | verdict | meaning |
 | --- | --- | --- |
@@ -418,7 +418,7 @@ No mark: not run. ○ is the best that other tools reach, which give no advice.
 
 - `tune` is right, too, where float32 itself fails and it says so. It is wrong if the script does not train by its
   policy as in float32, or if the policy keeps in float32 what is not at fault, unless its reason there names what is.
-  Where it finds nothing to keep and stays in float32, it is judged by what it says fails in the dtype: without cure.
+  Where it advises to stay in float32, it is right without cure if the fault that it names is true.
 - `compare` is right if the module that it says is at fault is; where none is, if it names none; where float32 fails,
   if it says so.
 - Other tools are judged by the module or the line that they name; where only a module of a library is at fault, any

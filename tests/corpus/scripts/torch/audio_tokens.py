@@ -1,4 +1,4 @@
-"""Audio put in place of the tokens that stand for it: embeddings are float32, what a projector returns is not."""
+"""Features of audio replace placeholder tokens: embeddings are float32, and the output of the projector is not."""
 
 import json
 import sys
