@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
@@ -77,6 +77,10 @@ class PaddleManager(Manager[PaddleManaged]):
         super().wrap(managed, **options)
         if isinstance(managed.wrapped, AmpOptimizer):
             self._owners.update((id(parameter), managed) for parameter in parameters(managed.raw))
+
+    def rates_of(self, raw: Any) -> Iterable[float]:
+        """Return its only one."""
+        return (float(raw.get_lr()),)
 
     def owner(self, tensor: Any) -> PaddleManaged | None:
         """Return which optimizer holds a parameter."""
