@@ -18,7 +18,7 @@ from ampx.testing.bench import FINITE, OVERFLOW, START, Bench
 from ampx.testing.harness import Chosen
 
 
-class _Rates:
+class Rates:
     """Observes the learning rates of a run."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -97,7 +97,7 @@ class AutomationTests(KitTests):
         if not self.subject.tells_rates:
             pytest.skip("the backend does not say learning rates")
         run = self._fresh_run()
-        run.recorder.observer = seen = _Rates(run.recorder)
+        run.recorder.observer = seen = Rates(run.recorder)
         with self._inside(run):
             bench = self.plain()
             for rate in (0.5, 0.5, 0.25, 0.25):

@@ -139,14 +139,14 @@ class KerasManager(Manager[Managed]):
         return super().all()
 
     def rates_of(self, raw: Any) -> Iterable[float]:
-        """Return its only one; none of TensorFlow 1. Sync: one, with a schedule two."""
+        """Return its only one; none of TensorFlow 1, nor of a function of the script, which may count its calls."""
         if not isinstance(raw, keras.optimizers.Optimizer):
             return ()
         with stats.unwatched():
             rate = raw._learning_rate
             if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
                 rate = rate(raw._iterations - int(self.wrapper(raw).last_step.applied))
-            return (float(rate() if callable(rate) else rate),)
+            return () if callable(rate) else (float(rate),)
 
     def record(self, wrapped: WrappedOptimizer, kind: str) -> None:
         """Make a wrapped optimizer known to the recorder."""
