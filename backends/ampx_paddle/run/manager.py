@@ -12,7 +12,7 @@ import paddle
 
 from ampx.protocol import ScaleGroup
 from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
-from ampx_paddle.gradients import collect, gradient_of, parameters, sample
+from ampx_paddle.gradients import collect, gradient_of, names_in_models, parameters, sample
 from ampx_paddle.sot import untranslated
 from ampx_paddle.static import GraphLedger, StaticOptimizer
 from ampx_paddle.step import AmpOptimizer
@@ -166,7 +166,11 @@ class PaddleManager(Manager[PaddleManaged]):
         else:
             self._note_unscaled(managed, applies_zeros=True)
         step = functools.partial(getattr(wrapped, name), *args, **kwargs)
-        return self.take_step(wrapped, step, lambda: sample(managed.raw, GRADIENT_SAMPLES), managed)
+        return self.take_step(wrapped, step, lambda: sample(managed.raw, GRADIENT_SAMPLES, self._names()), managed)
+
+    def _names(self) -> dict[str, str]:
+        """Return the names of all parameters that are trained, which tell those of several models apart."""
+        return names_in_models([parameter for managed in self.managed() for parameter in parameters(managed.raw)])
 
     def _note_unscaled(self, managed: PaddleManaged, applies_zeros: bool = False) -> None:
         """Note gradients that did not come through a scaled backward; zeros may be applied, as the script would."""
