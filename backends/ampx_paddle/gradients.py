@@ -273,9 +273,7 @@ def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
 
 
 @paddle.no_grad()
-def sample(
-    optimizer: Any, samples: int, names: Mapping[str, str]
-) -> list[tuple[str, tuple[int, ...], Array | None]]:
+def sample(optimizer: Any, samples: int, names: Mapping[str, str]) -> list[tuple[str, tuple[int, ...], Array | None]]:
     """Return name, shape and a sample of the gradient, None for a sparse one, of a raw optimizer's parameters.
 
     Args:
