@@ -17,7 +17,7 @@ from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_
 from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault, schedule_fault
 from .chain import Link, chain
 from .compare import unscaled
-from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model
+from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model, ran_before
 from .forcing import kept_in_float32, rounded_alone
 from .operations import normalised
 from .places import WRONG, Place, by_key, last_finite
@@ -375,7 +375,7 @@ def _tried(fault: Fault, dtype: str, trials: _Trials | None) -> tuple[Fault, Cha
         return fault, None, []
     search = Search(fault, trials.compared, dtype, trials.again, trials.scale)
     cure = search.cure(trials.seen)
-    if cure is not None and search.producer:
+    if cure is not None and search.producer is not None:
         fault = _of_producer(fault, search.producer, dtype)
     return fault, cure, search.experiments
 
@@ -399,12 +399,15 @@ def _bearing(fault: Fault, low: Seen, reference: Seen, setting: Setting) -> tupl
     return tuple(risk for risk in own if risk.kind != "constant" or fault.kind in _OF_CONSTANTS)
 
 
-def _of_producer(fault: Fault, producer: str, dtype: str) -> Fault:
-    """Name the module whose output lost what is missed at the place: float32 there cures it, and not at the place."""
-    outputs = (position for position, entry in enumerate(fault.readings[: fault.position]) if not entry.operation)
-    position = next(at for at in outputs if fault.readings[at].module == producer)
-    why = f"{Place.of(fault.readings[position])} loses precision in {dtype} that is needed later: {fault.why}"
-    return replace(fault, kind="digits", why=why, position=position)
+def _of_producer(fault: Fault, producer: int, dtype: str) -> Fault:
+    """Name the value that lost what is missed at the place: float32 there cures it, and not at the place.
+
+    An operation is kept in float32 wherever it is: of several it is not known which one lost it.
+    """
+    entry = fault.readings[producer]
+    loses = "may lose" if entry.operation and ran_before(fault.readings, producer) else "loses"
+    why = f"{Place.of(entry)} {loses} precision in {dtype} that is needed later: {fault.why}"
+    return replace(fault, kind="digits", why=why, position=producer)
 
 
 def diagnose(

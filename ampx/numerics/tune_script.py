@@ -463,8 +463,8 @@ class _ScriptSearch(Search[Outcome]):
         yield from _before_failing(readings)
         fault = self.fault(NOTHING)
         low = None if fault is None or fault.position is None else low_operation(fault.readings, fault.position)
-        if low is not None:
-            yield low
+        if fault is not None and low is not None:
+            yield fault.readings[low].operation
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         patterns = filter(None, kept_in_float32(kept.modules, self.modules))
