@@ -10,21 +10,17 @@ from typing import Final, Literal, TypeAlias
 from ampx.formats import FORMATS, Format
 
 from .batch import Refusal, Seen
-from .compare import listed_names, unscaled
+from .compare import Key, by_key, error_of, key_of, listed_names, unscaled
 from .operations import family, normalised, poles_of, reaches
 from .places import (
     WRONG,
-    Key,
     Place,
-    by_key,
-    error_of,
     first_failing,
     first_wrong,
     flushes,
     is_low,
     is_mask_constant,
     is_origin,
-    key_of,
     masked_whole,
     outermost,
     overflow_by_hand,
@@ -588,7 +584,7 @@ def _stays(entry: Reading | None) -> bool:
 def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Fault | None:
     """Return the first gradient of a value that is wrong, of a batch whose forward pass is right; None for none."""
     exact = by_key(reference.readings)
-    readings = unscaled(low.readings, scale)
+    readings = unscaled(low.readings, scale, reference.readings)
     position = next(iter(wrong_values(readings, exact, dtype, "backward")), None)
     if position is None:
         return None

@@ -16,10 +16,10 @@ from ampx.modules import outer_name
 
 from .batch import Refusal, Seen
 from .causes import Fault, Kind, first_flushed, loss_is_wrong, lost_gradients
-from .compare import relative_error
+from .compare import Key, by_key, error_of, key_of, relative_error
 from .forcing import inside
 from .operations import family
-from .places import WRONG, Key, by_key, error_of, first_failing, first_wrong, is_low, key_of
+from .places import WRONG, first_failing, first_wrong, is_low
 from .probe import Reading
 from .tolerance import percent
 

@@ -16,11 +16,11 @@ from ampx.policy import OptLevel
 from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
 from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault, schedule_fault
 from .chain import Link, chain
-from .compare import unscaled
+from .compare import by_key, unscaled
 from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model, ran_before
 from .forcing import kept_in_float32, rounded_alone
 from .operations import normalised
-from .places import WRONG, Place, by_key, last_finite
+from .places import WRONG, Place, last_finite
 from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
 
@@ -384,7 +384,8 @@ def _links(fault: Fault, low: Seen | None, reference: Seen, setting: Setting) ->
     """Return what leads to the place of a fault, where that is a value in low precision."""
     if low is None or fault.position is None or fault.readings is not low.readings or low is reference:
         return ()
-    return chain(unscaled(low.readings, setting.scale), fault.position, by_key(reference.readings), setting.dtype)
+    readings = unscaled(low.readings, setting.scale, reference.readings)
+    return chain(readings, fault.position, by_key(reference.readings), setting.dtype)
 
 
 _OF_CONSTANTS: Final = ("mask", "epsilon", "division", "logarithm")

@@ -13,10 +13,10 @@ from ampx.errors import UnsupportedOpError
 
 from .batch import FLOAT32, Seen, scaled
 from .causes import Fault, find_fault
-from .compare import bound
+from .compare import bound, error_of, key_of
 from .forcing import inside
 from .operations import family
-from .places import Place, error_of, is_low, key_of
+from .places import Place, is_low
 from .probe import Reading
 from .timing import ALIKE, best_speed, fastest, speed_in_words
 from .tolerance import Distance, Tolerance

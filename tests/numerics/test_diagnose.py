@@ -12,10 +12,10 @@ import ampx
 from ampx.numerics.batch import Refusal, Seen, in_one_line
 from ampx.numerics.causes import find_fault, gradient_fault
 from ampx.numerics.chain import chain
-from ampx.numerics.compare import padded
+from ampx.numerics.compare import key_of, padded
 from ampx.numerics.diagnose import Setting, Suspect, examined
 from ampx.numerics.operations import family
-from ampx.numerics.places import Place, key_of
+from ampx.numerics.places import Place
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.rounding import describe, round_to
 from toy import framework
