@@ -505,7 +505,8 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
     position = first_failing(low.readings, exact)
     if position is None:
         return Fault(
-            "overflow", f"the loss or a gradient is not finite in {dtype}, though every value that was seen is"
+            "overflow",
+            f"the loss or a gradient is not finite in {dtype}, though every value that was seen is: another may overflow",
         )
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
@@ -846,12 +847,14 @@ def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     readings, form = reference.readings, FORMATS[dtype]
     missed = _missed(refusal.seen, readings)
     constant = next((position for position in missed if _overflows_as_mask(readings[position], form)), None)
-    if constant is not None:
-        place = readings[constant]
-        why = f"cannot be computed: {_constant_beyond(place.value, dtype)} ({refusal.message})"
-        return Fault("mask", f"{Place.of(place)} {why}", readings, constant)
     # Which casts there are depends on the dtype.
     position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
+    if constant is not None:
+        place = Place.of(readings[constant])
+        raised = f"{place} cannot be computed"
+        may = f"the step cannot be computed in {dtype}, and it may be for {place}"
+        why = f"{raised if constant == position else may}: {_constant_beyond(place.value, dtype)} ({refusal.message})"
+        return Fault("mask", why, readings, constant)
     what = "the step" if position is None else str(Place.of(readings[position]))
     has_line = position is not None and readings[position].place
     line = f" ({refusal.line})" if refusal.line and not has_line else ""
