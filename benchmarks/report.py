@@ -108,6 +108,10 @@ def _faults(**tools: str) -> tuple[Column, ...]:
     return (("fault", _text("fault")), ("planted", _text("planted")), ("ampx", _text("ampx.diagnose")), *named)
 
 
+def _range(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[key][0]:.2f} ({row[key][1]:.2f} to {row[key][2]:.2f})"
+
+
 def _share(row: Row, key: str) -> str:
     return f"{100 * (row[key] - 1) / row['every']:.2f} %"
 
@@ -224,6 +228,17 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
         "time that an import adds to a bare interpreter",
         1,
         (("import", _text("import")), ("median", _time("seconds"))),
+    ),
+    "diagnose_cost": (
+        "what a command costs: median ratio of processor time, least and largest",
+        2,
+        (
+            ("command", _text("command")),
+            ("what is wrong with the script", _text("wrong")),
+            ("runs of the script", _number("runs", ".0f")),
+            ("of the plain script", _range("plain")),
+            ("of the same under ampx run", _range("run")),
+        ),
     ),
     "debuggers_torch": ("who finds a planted fault in PyTorch, and what it costs", 1, _DEBUGGERS),
     "debuggers_torch:fault": (

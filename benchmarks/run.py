@@ -41,6 +41,7 @@ PARTS = {
         "convergence",
         "memory",
         "call_cost",
+        "diagnose_cost",
         "debuggers_torch",
     ),
     "jax": ("jax_step", "tuned_jax", "meter_cost_jax", "debuggers_jax"),
