@@ -504,8 +504,8 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
     """Say why the first value that is not finite is not."""
     position = first_failing(low.readings, exact)
     if position is None:
-        why = f"the loss or a gradient is not finite in {dtype}, though every value that was seen is: another may overflow"
-        return Fault("overflow", why)
+        seen = "though every value that was seen is: another may overflow"
+        return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, {seen}")
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
     zero = kind in ("division", "logarithm") and case.place.direction == "forward"
