@@ -427,7 +427,8 @@ def test_a_search_that_was_interrupted_makes_the_decisions_of_one_that_was_not(t
         pretended, journal = script(), tmp_path / "ampx.toml.search"
         options = {"steps": 2, "tolerance": 0.01, "repeats": 0, "journal": journal}
         policy, report = tune_script(Program("a.py"), RunSettings(dtype), run=run, **options)
-        return policy, {key: value for key, value in report.items() if key != "date"}
+        report["origin"].pop("date")  # a minute may end between two searches
+        return policy, report
 
     whole = []
     answer = searched(whole)
