@@ -1,4 +1,4 @@
-"""Gradients are added up over four parts of a batch, with grad_req "add", and never put to zero: float32 diverges too."""
+"""Gradients are summed over four parts of a batch, with grad_req "add", and never put to zero: float32 diverges."""
 
 import json
 import sys
