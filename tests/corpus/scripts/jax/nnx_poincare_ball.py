@@ -3,7 +3,6 @@
 import json
 import sys
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
