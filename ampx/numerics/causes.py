@@ -10,21 +10,17 @@ from typing import Final, Literal, TypeAlias
 from ampx.formats import FORMATS, Format
 
 from .batch import Refusal, Seen
-from .compare import listed_names, unscaled
+from .compare import Key, by_key, error_of, key_of, listed_names, unscaled
 from .operations import family, normalised, poles_of, reaches
 from .places import (
     WRONG,
-    Key,
     Place,
-    by_key,
-    error_of,
     first_failing,
     first_wrong,
     flushes,
     is_low,
     is_mask_constant,
     is_origin,
-    key_of,
     masked_whole,
     outermost,
     overflow_by_hand,
@@ -84,6 +80,7 @@ class Fault:
             rounded them away. What the dtype flushes is lost at the place, whichever module computed it.
         by_hand: The script itself casts there: float32 computes it in low precision, too, and no module of it can be
             kept in float32.
+        function: The operation of the forward pass whose derivative is not finite at the place; "" for none.
     """
 
     kind: Kind
@@ -93,6 +90,7 @@ class Fault:
     stays_finite: bool = False
     cancels: bool = False
     by_hand: bool = False
+    function: str = ""
 
     @property
     def place(self) -> Reading | None:
@@ -245,7 +243,21 @@ class Case:
         """Return the pole at which a value of the forward pass was computed, and in float32 was not; None for none."""
         exact = (self.healthy or {}).get(key_of(entry))
         of_float32 = None if exact is None else exact.inputs
-        return next((pole for pole in poles_of(entry.operation) if reaches(entry.inputs, pole, of_float32)), None)
+        pole = next((pole for pole in poles_of(entry.operation) if reaches(entry.inputs, pole, of_float32)), None)
+        # The norm of numbers of which only some are zero is not zero.
+        is_there = pole or _at_zero(entry.value) > (0 if exact is None else _at_zero(exact.value))
+        return pole if is_there else None
+
+    @property
+    def differentiated(self) -> Reading | None:
+        """The root or logarithm of zero, in the forward pass, that a failing backward belongs to."""
+        if self.place.direction == "forward":
+            return None
+        forward = (
+            entry for entry in self.readings if entry.direction == "forward" and entry.module == self.place.module
+        )
+        at_poles = (entry for entry in forward if self.new_pole(entry) is not None)
+        return next((entry for entry in at_poles if _differentiated(entry, self.place)), None)
 
     def _own_pairs(self) -> Iterator[tuple[Reading, Reading]]:
         """Walk over those pairs that are in the module of the place."""
@@ -289,6 +301,11 @@ def _added_constant(entry: Reading) -> float:
     return constant if alone and adds else 0.0
 
 
+def _at_zero(value: Stats) -> int:
+    """Return how many elements a root or logarithm of zero has."""
+    return value.zeros + value.nonfinite
+
+
 def _loses(value: Stats, exact: Stats) -> bool:
     """Return whether a value is zero or negative where it is not in float32."""
     return value.lowest < 0 <= exact.lowest or value.zeros > exact.zeros
@@ -296,7 +313,7 @@ def _loses(value: Stats, exact: Stats) -> bool:
 
 def _cause(case: Case) -> Cause:
     """Return the kind, and what is said of the value, of a place whose inputs are finite: the first cause that fits."""
-    finds = (_mask, _derivative_at_zero, _division, _negative, _logarithm, _sum, _decomposition, _overflow)
+    finds = (_mask, _derivative_at_zero, _division, _undefined, _logarithm, _sum, _decomposition, _overflow)
     causes = (find(case) for find in finds)
     inputs = case.place.inputs
     of_finite = ", though its inputs are" if inputs.elements and not inputs.nonfinite else ""
@@ -315,14 +332,15 @@ def _constant_beyond(stats: Stats, dtype: str) -> str:
 
 
 def _derivative_at_zero(case: Case) -> Cause | None:
-    forward = _forward_at_zero(case) if case.place.direction == "backward" else None
+    forward = case.differentiated
     if forward is None:
         return None
     pole = case.new_pole(forward)
     at = f"inputs of {forward.operation} are {pole:g}"
     if not pole:
         at = f"{forward.inputs.zeros} of {forward.inputs.elements} inputs of {forward.operation} are zero"
-    what = f"is not finite: {at}, where its derivative is infinite"
+    is_infinite = "may be infinite" if normalised(forward.operation) in _POWERS else "is infinite"  # by the exponent
+    what = f"is not finite: {at}, where its derivative {is_infinite}"
     if case.cancelled is not None and case.reference is not None:
         return "digits", f"{what}, because {_of_difference(case.cancelled, case.dtype)}"
     at_pole = replace(case, place=forward, reference=(case.healthy or {}).get(key_of(forward)))
@@ -352,12 +370,16 @@ def _division(case: Case) -> Cause | None:
     return ("epsilon", why) if lost else ("division", f"{why}{_of_flushed(case)}")
 
 
-def _negative(case: Case) -> Cause | None:
+def _undefined(case: Case) -> Cause | None:
     place, reference = case.place, case.reference
-    if family(place.operation) not in ("logarithm", "root") or place.inputs.lowest >= 0 or not place.value.nan:
+    if family(place.operation) not in ("logarithm", "root") or not place.value.nan:
         return None
-    what = f"is NaN: it takes the logarithm or root of a negative number, {place.inputs.lowest:.3g}"
-    if reference is not None and reference.inputs.lowest >= 0 and case.cancelled is not None:
+    below, *above = poles_of(place.operation)
+    number = place.inputs.lowest if place.inputs.lowest < below else place.inputs.largest
+    if below <= number <= min(above, default=math.inf):
+        return None
+    what = f"is NaN: {place.operation} of {number:.3g} is not defined"
+    if not below and reference is not None and reference.inputs.lowest >= 0 and case.cancelled is not None:
         return "digits", f"{what}, because {_of_difference(case.cancelled, case.dtype)}"
     return "logarithm", what
 
@@ -386,10 +408,10 @@ def _sum(case: Case) -> Cause | None:
         return None
     if inputs.largest > form.largest or inputs.elements <= 2:
         return None
-    result = "product" if "prod" in normalised(case.place.operation) else "sum"
+    computes = "multiplies" if "prod" in normalised(case.place.operation) else "adds"
     return "sum", (
-        f"overflows {case.dtype}: the {result} of {inputs.elements} elements of up to {inputs.largest:.4g} "
-        f"{case.exact_size}, and {_largest(case.dtype)}"
+        f"overflows {case.dtype}: it {computes} {inputs.elements} elements of up to {inputs.largest:.4g}, and "
+        f"{case.exact_size}; {_largest(case.dtype)}"
     )
 
 
@@ -417,13 +439,6 @@ def _overflow(case: Case) -> Cause | None:
 
 def _largest(dtype: str) -> str:
     return f"{dtype}'s largest number is {FORMATS[dtype].largest:.5g}"
-
-
-def _forward_at_zero(case: Case) -> Reading | None:
-    """Return the root or logarithm of zero, in the forward pass, that a failing backward belongs to."""
-    forward = (entry for entry in case.readings if entry.direction == "forward" and entry.module == case.place.module)
-    at_poles = (entry for entry in forward if case.new_pole(entry) is not None)
-    return next((entry for entry in at_poles if _differentiated(entry, case.place)), None)
 
 
 def _differentiated(entry: Reading, place: Reading) -> bool:
@@ -489,14 +504,14 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
     """Say why the first value that is not finite is not."""
     position = first_failing(low.readings, exact)
     if position is None:
-        return Fault(
-            "overflow", f"the loss or a gradient is not finite in {dtype}, though every value that was seen is"
-        )
+        seen = "though every value that was seen is: another may overflow"
+        return Fault("overflow", f"the loss or a gradient is not finite in {dtype}, {seen}")
     case = _case(low, position, exact, dtype, scale)
     kind, why = _cause(case)
     zero = kind in ("division", "logarithm") and case.place.direction == "forward"
     cancels = case.cancelled is not None or (zero and case.holds_inputs)
-    return Fault(kind, f"{Place.of(case.place)} {why}", low.readings, position, cancels=cancels)
+    function = "" if case.differentiated is None else case.differentiated.operation
+    return Fault(kind, f"{Place.of(case.place)} {why}", low.readings, position, cancels=cancels, function=function)
 
 
 def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:
@@ -588,7 +603,7 @@ def _stays(entry: Reading | None) -> bool:
 def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Fault | None:
     """Return the first gradient of a value that is wrong, of a batch whose forward pass is right; None for none."""
     exact = by_key(reference.readings)
-    readings = unscaled(low.readings, scale)
+    readings = unscaled(low.readings, scale, reference.readings)
     position = next(iter(wrong_values(readings, exact, dtype, "backward")), None)
     if position is None:
         return None
@@ -710,8 +725,11 @@ def _of_float32(reference: Seen, growth: Growth | None) -> Fault:
 def _at_place(reference: Seen, position: int) -> Fault:
     """Say why an operation fails in float32."""
     place = reference.readings[position]
-    kind, why = _cause(Case(place, None, "float32", reference.readings, float32_fails=True))
-    return Fault(kind, f"{Place.of(place)} {why}; float32 fails, too", reference.readings, position)
+    case = Case(place, None, "float32", reference.readings, float32_fails=True)
+    kind, why = _cause(case)
+    function = "" if case.differentiated is None else case.differentiated.operation
+    why = f"{Place.of(place)} {why}; float32 fails, too"
+    return Fault(kind, why, reference.readings, position, function=function)
 
 
 def _broken_weights(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:
@@ -798,7 +816,7 @@ def _large_weights(reference: Seen, position: int | None) -> Fault | None:
     if not name or largest[name] <= LARGE_WEIGHT:
         return None
     why = (
-        f"weights are as large as {largest[name]:.3g} ({name}), and float32 overflows, too: the learning rate may be "
+        f"weights are as large as {largest[name]:.3g} ({name}), and float32 fails, too: the learning rate may be "
         f"too large"
     )
     return Fault("learning rate", why, reference.readings, position)
@@ -827,12 +845,14 @@ def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     readings, form = reference.readings, FORMATS[dtype]
     missed = _missed(refusal.seen, readings)
     constant = next((position for position in missed if _overflows_as_mask(readings[position], form)), None)
-    if constant is not None:
-        place = readings[constant]
-        why = f"cannot be computed: {_constant_beyond(place.value, dtype)} ({refusal.message})"
-        return Fault("mask", f"{Place.of(place)} {why}", readings, constant)
     # Which casts there are depends on the dtype.
     position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
+    if constant is not None:
+        place = Place.of(readings[constant])
+        raised = f"{place} cannot be computed"
+        may = f"the step cannot be computed in {dtype}, and it may be for {place}"
+        why = f"{raised if constant == position else may}: {_constant_beyond(place.value, dtype)} ({refusal.message})"
+        return Fault("mask", why, readings, constant)
     what = "the step" if position is None else str(Place.of(readings[position]))
     has_line = position is not None and readings[position].place
     line = f" ({refusal.line})" if refusal.line and not has_line else ""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .compare import bound
+from .compare import Key, bound, error_of, key_of
 from .operations import family
-from .places import Key, Place, error_of, flushes, key_of
+from .places import Place, flushes
 from .probe import Reading, Stats
 from .tolerance import percent
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -183,14 +183,47 @@ def relative_error(value: Array, reference: Array) -> float:
     return 0.0 if distance == 0 else distance / norm if norm else 1.0
 
 
-def unscaled(readings: Sequence[Reading], scale: float) -> list[Reading]:
-    """Return readings whose gradients are divided by the loss scale, in float32; their statistics stay as they are."""
-    return [
-        replace(entry, sample=entry.sample / np.float32(scale))
-        if entry.direction == "backward" and entry.sample is not None
-        else entry
-        for entry in readings
-    ]
+# Module, operation, direction and call: they identify a value in a run, and find it in another run.
+Key: TypeAlias = tuple[str, str, Direction, int]
+
+
+def key_of(reading: Reading) -> Key:
+    """Return the key of a value."""
+    return reading.module, reading.operation, reading.direction, reading.call
+
+
+def by_key(readings: Iterable[Reading]) -> dict[Key, Reading]:
+    """Return the values of a run by their keys."""
+    return {key_of(entry): entry for entry in readings}
+
+
+def unscaled(readings: Sequence[Reading], scale: float, exact: Sequence[Reading] = ()) -> list[Reading]:
+    """Return readings whose gradients are divided by the loss scale, in float32; their statistics stay as they are.
+
+    A gradient that is part of a loss, as of a penalty, carries no loss scale, and nothing in a reading says so. Where
+    it is nearer to float32's as it is, it is not divided: no rounding makes a gradient so many times larger.
+
+    Args:
+        readings: In low precision.
+        scale: The loss scale.
+        exact: The same in float32, unscaled, as far as they are known.
+    """
+    others = by_key(exact)
+    return [_unscaled(entry, scale, others.get(key_of(entry))) for entry in readings]
+
+
+def _unscaled(entry: Reading, scale: float, other: Reading | None) -> Reading:
+    if entry.direction == "forward" or entry.sample is None:
+        return entry
+    divided = replace(entry, sample=entry.sample / np.float32(scale))
+    return entry if error_of(entry, other) < error_of(divided, other) else divided
+
+
+def error_of(entry: Reading, other: Reading | None) -> float:
+    """Return the relative error of a value; 0 where there is nothing to compare it with."""
+    if other is None or entry.sample is None or other.sample is None or entry.sample.shape != other.sample.shape:
+        return 0.0
+    return relative_error(entry.sample, other.sample)
 
 
 def padded(shapes: Iterable[tuple[str, Sequence[int]]], dtype: str) -> str | None:
@@ -314,7 +347,7 @@ def compared(
         low[0].loss,
         whole,
         each,
-        module_errors(reference[1], unscaled(low[1], scale), dtype),
+        module_errors(reference[1], unscaled(low[1], scale, reference[1]), dtype),
     )
 
 

@@ -16,10 +16,10 @@ from ampx.modules import outer_name
 
 from .batch import Refusal, Seen
 from .causes import Fault, Kind, first_flushed, loss_is_wrong, lost_gradients
-from .compare import relative_error
+from .compare import Key, by_key, error_of, key_of, relative_error
 from .forcing import inside
 from .operations import family
-from .places import WRONG, Key, by_key, error_of, first_failing, first_wrong, is_low, key_of
+from .places import WRONG, first_failing, first_wrong, is_low
 from .probe import Reading
 from .tolerance import percent
 
@@ -127,7 +127,7 @@ class Search:
             scale: The loss scale to try with, at which the gradients fit; None for that of the batch.
         """
         self.experiments: list[Experiment] = []
-        self.producer = ""  # the module that lost what is missed at the place, where that is another
+        self.producer: int | None = None  # the position of what lost what is missed at the place, where that was seen
         self._fault, self._dtype, self._again, self._scale = fault, dtype, again, scale
         self._reference = reference
 
@@ -164,18 +164,30 @@ class Search:
 
         What a backend does not take as the name of an operation is not tried.
         """
-        operation = None if self._fault.position is None else low_operation(self._fault.readings, self._fault.position)
-        changes = [] if operation is None else [Change(operations=(operation,), scale=self._scale)]
+        at = None if self._fault.position is None else low_operation(self._fault.readings, self._fault.position)
+        operations = () if at is None else (self._fault.readings[at].operation,)
+        changes = [Change(operations=operations, scale=self._scale)] if operations else []
         if self._dtype == "float16" and self._fault.kind in RANGE:
             changes.append(Change(scale=1.0, dtype="bfloat16"))
-        return next(
+        cure = next(
             (change for change in changes if self._run(change) is not None and self.experiments[-1].cures), None
         )
+        # With the module of the place in float32 it was not cured: then the operation is at fault elsewhere.
+        is_before = at != self._fault.position
+        if cure is not None and cure.operations and is_before and self._loses and not self._place.module:
+            self.producer = at
+        return cure
 
     @property
     def _place(self) -> Reading:
         assert self._fault.position is not None
         return self._fault.readings[self._fault.position]
+
+    @property
+    def _loses(self) -> bool:
+        """Whether what is missed at the place may be lost before: no value has lost what flushes on the way back."""
+        flushes = self._fault.kind == "flush" and self._place.direction == "forward"
+        return self._fault.cancels or self._fault.kind == "digits" or flushes
 
     def _needed(self, kept: tuple[str, ...], seen: Seen | None) -> tuple[tuple[str, ...], Seen | None]:
         """Leave out each module without which the batch is cured as well; the last is needed, as was seen.
@@ -191,10 +203,10 @@ class Search:
                 kept, seen = fewer, without
         return kept, seen
 
-    def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> str:
-        """Return the module that lost what is missed at the place; "" where that is lost at the place itself.
+    def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> int | None:
+        """Return the output of a module that lost what is missed at the place; None where that is lost at the place.
 
-        It is another one if what that returns was wrong already. Or if what was wrong at the place is right now,
+        It is another one if what that returned was wrong already. Or if what was wrong at the place is right now,
         computed in the low precision as before. Or if the batch is wrong in float32, too, once only that module rounds
         to the dtype's digits: no float32 behind it helps.
 
@@ -202,15 +214,13 @@ class Search:
             kept: Modules that cure the batch.
             seen: The batch with these in float32.
         """
-        # No output of a module has lost what flushes on the way back.
-        flushes = self._fault.kind == "flush" and self._place.direction == "forward"
-        loses = self._fault.cancels or self._fault.kind == "digits" or flushes
-        ends = [entry for entry in self._fault.readings[: self._fault.position] if _is_output(entry, kept)]
-        if not loses or not ends or _is_part(self._place.module, kept):
-            return ""
-        last = ends[-1]
+        readings = self._fault.readings
+        ends = [at for at, entry in enumerate(readings[: self._fault.position]) if _is_output(entry, kept)]
+        if not self._loses or not ends or _is_part(self._place.module, kept):
+            return None
+        last = readings[ends[-1]]
         is_to_blame = self._is_wrong(last) or self._mends_low(kept, seen) or self._fails_rounded(last.module)
-        return last.module if is_to_blame else ""
+        return ends[-1] if is_to_blame else None
 
     @functools.cached_property
     def _exact(self) -> dict[Key, Reading]:
@@ -302,13 +312,22 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
     return next(before, around if around not in kept else None) or None
 
 
-def low_operation(readings: Sequence[Reading], position: int) -> str | None:
-    """Return the operation at a place, or else before it in the same module, that computes in low precision."""
+def low_operation(readings: Sequence[Reading], position: int) -> int | None:
+    """Return the position of the operation at a place, or else before it in the same module, in low precision."""
     module = readings[position].module
-    own = (entry for entry in reversed(readings[: position + 1]) if entry.module == module)
-    return next(
-        (entry.operation for entry in own if _computes(entry) and entry.direction == "forward" and is_low(entry)), None
-    )
+    own = (at for at in range(position, -1, -1) if readings[at].module == module)
+    return next((at for at in own if _computes_low(readings[at])), None)
+
+
+def ran_before(readings: Sequence[Reading], position: int) -> bool:
+    """Return whether an operation ran in low precision before, at another line or in another module."""
+    entry = readings[position]
+    same = (other for other in readings[:position] if other.operation == entry.operation and _computes_low(other))
+    return any((other.module, other.place) != (entry.module, entry.place) for other in same)
+
+
+def _computes_low(entry: Reading) -> bool:
+    return _computes(entry) and entry.direction == "forward" and is_low(entry)
 
 
 def _computing(readings: Sequence[Reading]) -> list[str]:

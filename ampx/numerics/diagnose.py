@@ -10,18 +10,18 @@ from typing import Any, Final
 
 from ampx.backend import MODULE, prepare_line
 from ampx.errors import AmpxError
-from ampx.formats import FORMATS
+from ampx.formats import FORMATS, Format
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
 from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault, schedule_fault
 from .chain import Link, chain
-from .compare import unscaled
-from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model
+from .compare import by_key, unscaled
+from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model, ran_before
 from .forcing import kept_in_float32, rounded_alone
-from .operations import normalised
-from .places import WRONG, Place, by_key, last_finite
-from .probe import Reading, Stats, Step, Watching
+from .operations import normalised, poles_of
+from .places import WRONG, Place, last_finite
+from .probe import Stats, Step, Watching
 from .risks import Risk, risks
 
 # Elements of each value that are compared with float32's.
@@ -178,23 +178,32 @@ def _denied(modules: Iterable[str], setting: Setting, tried: bool) -> str:
     return "\n".join([init, *(f"{line}  # {which}, before wrap_optimizer{policy}" for line in prepare)])
 
 
-def _in_the_script(kind: Kind, place: Reading | None, dtype: str) -> str:
+def _in_the_script(fault: Fault, dtype: str) -> str:
     """Return what may be changed in the script itself, which cannot be tried from outside; "" for nothing."""
-    form = FORMATS[dtype]
+    form, operation = FORMATS[dtype], "" if fault.place is None else fault.function or fault.place.operation
     largest_epsilon = max(2 * form.smallest_normal, _EPSILON)
     lines: dict[Kind, str] = {
-        "overflow": _SMALLER if place is not None and normalised(place.operation) == "exp" else "",
+        "overflow": _SMALLER if normalised(operation) == "exp" else "",
         "epsilon": f"eps = {largest_epsilon:.1g}  # {dtype} holds it; next to 1 it needs {2.0 ** (1 - form.bits):.1g}",
         "mask": f"mask_value = {-form.largest / 2:.4g}  # {dtype} holds it, and exp of it is 0",
-        "logarithm": f"x = x.clip({max(form.smallest_normal, _EPSILON):.1g})  # before the logarithm or root; or use "
-        f"log_softmax",
+        "logarithm": _clipped(operation, form),
         "division": f"x = y / (z + {largest_epsilon:.1g})",
         "data": "assert numpy.isfinite(batch).all()  # in the data pipeline: drop or mend the sample",
         "weights": f"# load the last checkpoint with finite weights, and skip steps whose gradients are not:\n{_CLIP}",
         "learning rate": f"{_CLIP}  # and a smaller learning rate or weight decay",
         "model": "# look at the operation above: float32 does not help",
     }
-    return lines.get(kind, "")
+    return lines.get(fault.kind, "")
+
+
+def _clipped(operation: str, form: Format) -> str:
+    """Return the line that keeps numbers from where a function, or its derivative, is infinite."""
+    poles = poles_of(operation)
+    margins = [2.0 ** (1 - form.bits) if pole else max(form.smallest_normal, _EPSILON) for pole in poles]
+    (low, small), *high = zip(poles, margins, strict=True)
+    bounds = [f"{low:g} + {small:.1g}" if low else f"{small:.1g}", *(f"{pole:g} - {gap:.1g}" for pole, gap in high)]
+    where = " and ".join(f"{pole:g}" for pole in poles)
+    return f"x = x.clip({', '.join(bounds)})  # before {operation}: it, or its derivative, is infinite at {where}"
 
 
 def _of_cure(cure: Change, setting: Setting) -> str:
@@ -210,7 +219,7 @@ def _untried(fault: Fault, setting: Setting, float32_fails: bool, tried: bool) -
     """Return what may cure it, as code, where nothing was seen to."""
     if fault.by_hand:
         return _BY_HAND
-    own = _in_the_script(fault.kind, fault.place, setting.dtype)
+    own = _in_the_script(fault, setting.dtype)
     if not float32_fails and fault.kind in PRECISION:
         return _in_float32(fault, setting, tried, own)
     return f"{_UNTRIED}{own}" if own and fault.kind not in ("data", "model") else own
@@ -375,7 +384,7 @@ def _tried(fault: Fault, dtype: str, trials: _Trials | None) -> tuple[Fault, Cha
         return fault, None, []
     search = Search(fault, trials.compared, dtype, trials.again, trials.scale)
     cure = search.cure(trials.seen)
-    if cure is not None and search.producer:
+    if cure is not None and search.producer is not None:
         fault = _of_producer(fault, search.producer, dtype)
     return fault, cure, search.experiments
 
@@ -384,7 +393,8 @@ def _links(fault: Fault, low: Seen | None, reference: Seen, setting: Setting) ->
     """Return what leads to the place of a fault, where that is a value in low precision."""
     if low is None or fault.position is None or fault.readings is not low.readings or low is reference:
         return ()
-    return chain(unscaled(low.readings, setting.scale), fault.position, by_key(reference.readings), setting.dtype)
+    readings = unscaled(low.readings, setting.scale, reference.readings)
+    return chain(readings, fault.position, by_key(reference.readings), setting.dtype)
 
 
 _OF_CONSTANTS: Final = ("mask", "epsilon", "division", "logarithm")
@@ -399,12 +409,15 @@ def _bearing(fault: Fault, low: Seen, reference: Seen, setting: Setting) -> tupl
     return tuple(risk for risk in own if risk.kind != "constant" or fault.kind in _OF_CONSTANTS)
 
 
-def _of_producer(fault: Fault, producer: str, dtype: str) -> Fault:
-    """Name the module whose output lost what is missed at the place: float32 there cures it, and not at the place."""
-    outputs = (position for position, entry in enumerate(fault.readings[: fault.position]) if not entry.operation)
-    position = next(at for at in outputs if fault.readings[at].module == producer)
-    why = f"{Place.of(fault.readings[position])} loses precision in {dtype} that is needed later: {fault.why}"
-    return replace(fault, kind="digits", why=why, position=position)
+def _of_producer(fault: Fault, producer: int, dtype: str) -> Fault:
+    """Name the value that lost what is missed at the place: float32 there cures it, and not at the place.
+
+    An operation is kept in float32 wherever it is: of several it is not known which one lost it.
+    """
+    entry = fault.readings[producer]
+    loses = "may lose" if entry.operation and ran_before(fault.readings, producer) else "loses"
+    why = f"{Place.of(entry)} {loses} precision in {dtype} that is needed later: {fault.why}"
+    return replace(fault, kind="digits", why=why, position=producer)
 
 
 def diagnose(

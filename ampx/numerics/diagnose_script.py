@@ -17,12 +17,12 @@ from ampx.run.program import Program
 
 from .batch import INIT_SCALE, Refusal, Seen, plain, scaled
 from .causes import Growth, loss_error
-from .compare import bound, module_errors, unscaled
+from .compare import bound, by_key, key_of, module_errors, unscaled
 from .cures import Change
 from .diagnose import SAMPLES, Diagnosis, Setting, Suspect, examined
 from .forcing import kept_in_float32
 from .meter import LOST
-from .places import WRONG, Place, by_key, cast_by_hand, key_of, of_the_step, outermost
+from .places import WRONG, Place, cast_by_hand, of_the_step, outermost
 from .probe import Reading, Replayed, Watching
 from .tolerance import Distance, by_rounding, percent, rounding
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
@@ -645,7 +645,7 @@ def _finite_outputs(readings: Sequence[Reading]) -> dict[str, float | None]:
 
 def _agreement(low: Seen | Refusal, reference: Seen, dtype: str, scale: float, limit: float) -> str:
     """Return how far the outputs of modules agree with float32's, where the loss may be off by a limit."""
-    readings = unscaled(low.readings, scale) if isinstance(low, Seen) else ()
+    readings = unscaled(low.readings, scale, reference.readings) if isinstance(low, Seen) else ()
     errors = [entry for entry in module_errors(reference.readings, readings, dtype) if entry.direction == "forward"]
     apart = next((entry for entry in errors if entry.parts), None)
     by_hand = cast_by_hand(reference.readings)

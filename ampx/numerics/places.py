@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from ampx.formats import FORMATS
 
-from .compare import bound, relative_error
+from .compare import Key, bound, error_of, key_of
 from .operations import family, normalised
 from .probe import Direction, Reading, Stats
 
@@ -48,20 +48,6 @@ class Place:
         if self.direction == "forward":
             return f"the output of {self.source}"
         return f"the gradient {'computed by' if self.operation else 'of the output of'} {self.source}"
-
-
-# Module, operation, direction and call: they identify a value in a run, and find it in another run.
-Key: TypeAlias = tuple[str, str, Direction, int]
-
-
-def key_of(reading: Reading) -> Key:
-    """Return the key of a value."""
-    return reading.module, reading.operation, reading.direction, reading.call
-
-
-def by_key(readings: Iterable[Reading]) -> dict[Key, Reading]:
-    """Return the values of a run by their keys."""
-    return {key_of(entry): entry for entry in readings}
 
 
 def of_the_step(readings: Sequence[Reading]) -> tuple[Reading, ...]:
@@ -250,13 +236,6 @@ def _is_spoilt(entry: Reading, other: Reading | None) -> bool:
     """Return whether a value has infinities or zeros that its exact value, or else what it came from, has not."""
     before = entry.inputs if other is None else other.value
     return entry.value.nonfinite > before.nonfinite or flushes(entry.value, before)
-
-
-def error_of(entry: Reading, other: Reading | None) -> float:
-    """Return the relative error of a value; 0 where there is nothing to compare it with."""
-    if other is None or entry.sample is None or other.sample is None or entry.sample.shape != other.sample.shape:
-        return 0.0
-    return relative_error(entry.sample, other.sample)
 
 
 def is_low(entry: Reading) -> bool:

@@ -9,9 +9,9 @@ from typing import Final, Literal
 from ampx.formats import FORMATS
 
 from .batch import Seen
-from .compare import bound, listed_names
+from .compare import bound, error_of, key_of, listed_names
 from .operations import family
-from .places import error_of, is_mask_constant, key_of
+from .places import is_mask_constant
 from .probe import Reading
 
 # From this share on, gradients that flush to zero are a risk.

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,9 +200,9 @@ class Outcome:
             return float(moved[-1] if moved else optimizer["initial_scale"])
         return 1.0
 
-    def unscaled_readings(self, step: int) -> list[Reading]:
-        """Return what was read in a step, gradients divided by its loss scale."""
-        return unscaled(self.readings.get(step, ()), self.scale_at(step))
+    def unscaled_readings(self, step: int, exact: Sequence[Reading] = ()) -> list[Reading]:
+        """Return what was read in a step, gradients divided by its loss scale; for `exact` see `unscaled`."""
+        return unscaled(self.readings.get(step, ()), self.scale_at(step), exact)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types, without the readings."""
@@ -221,7 +221,8 @@ class Outcome:
 
 def step_errors(reference: Outcome, low: Outcome, step: int, dtype: str) -> tuple[ModuleError, ...]:
     """Compare what modules computed in a step with what they computed in float32."""
-    return module_errors(reference.unscaled_readings(step), low.unscaled_readings(step), dtype)
+    exact = reference.unscaled_readings(step)
+    return module_errors(exact, low.unscaled_readings(step, exact), dtype)
 
 
 # A training diverges whose loss, or what a module makes of a batch of the same size, grows so many times larger.

@@ -130,7 +130,8 @@ class _BatchSearch(Search[_Replay]):
         reference = reference or self.reference
         comparison = self.compare(low, scale, reference)
         if not self.for_inference:
-            exact, other = map(with_joined_gradients, (reference.readings, unscaled(low.readings, scale)))
+            readings = unscaled(low.readings, scale, reference.readings)
+            exact, other = map(with_joined_gradients, (reference.readings, readings))
             errors = module_errors(exact, other, self.dtype)
             return Distance(comparison.loss_error, comparison.gradient_error, errors)
         outputs = [entry for entry in comparison.modules if entry.module == self.output]

@@ -28,13 +28,13 @@ from ampx.run.program import Program
 
 from .batch import FLOAT32, Seen, fitting_scale, scaled
 from .causes import find_fault
-from .compare import MARGIN, ModuleError, error_map, module_errors, relative_error
+from .compare import MARGIN, ModuleError, error_map, key_of, module_errors, relative_error
 from .cures import low_operation
 from .diagnose_script import Parting, decided, losses_off, lost_updates, rates_part
 from .forcing import inside, kept_in_float32, rounded_alone
 from .journal import Journal, digest_of
 from .operations import failing
-from .places import cast_by_hand, key_of, of_the_step
+from .places import cast_by_hand, of_the_step
 from .probe import Reading, Replayed, Watching
 from .ranking import by_error, first_order
 from .template import Imported
@@ -358,7 +358,7 @@ class _ScriptSearch(Search[Outcome]):
 
     def _order(self) -> list[str]:
         """Return modules, the likeliest to be needed in float32 first: what may have raised, where something did."""
-        reference, low = self.reference.readings[1], self.first.unscaled_readings(1)
+        reference, low = self.reference.readings[1], self.first.unscaled_readings(1, self.reference.readings[1])
         loss = next(iter(self.reference.losses), None)
         effects = {} if loss is None else first_order(reference, low, loss)
         raised = _may_have_raised(reference, low) if self.first.raised else []
@@ -425,7 +425,8 @@ class _ScriptSearch(Search[Outcome]):
         gradients: list[float] = []
         values: dict[Place, ModuleError] = {}
         for step in _DECIDING:
-            exact, low = (with_joined_gradients(outcome.unscaled_readings(step)) for outcome in (reference, run))
+            wide = reference.unscaled_readings(step)
+            exact, low = map(with_joined_gradients, (wide, run.unscaled_readings(step, wide)))
             gradients += _gradient_error(low, exact)
             for error in module_errors(exact, low, self.dtype):
                 place = place_of(error)
@@ -463,8 +464,8 @@ class _ScriptSearch(Search[Outcome]):
         yield from _before_failing(readings)
         fault = self.fault(NOTHING)
         low = None if fault is None or fault.position is None else low_operation(fault.readings, fault.position)
-        if low is not None:
-            yield low
+        if fault is not None and low is not None:
+            yield fault.readings[low].operation
 
     def policy_fields(self, kept: Kept) -> dict[str, Any]:
         patterns = filter(None, kept_in_float32(kept.modules, self.modules))

@@ -13,10 +13,10 @@ from ampx.errors import UnsupportedOpError
 
 from .batch import FLOAT32, Seen, scaled
 from .causes import Fault, find_fault
-from .compare import bound
+from .compare import bound, error_of, key_of
 from .forcing import inside
 from .operations import family
-from .places import Place, error_of, is_low, key_of
+from .places import Place, is_low
 from .probe import Reading
 from .timing import ALIKE, best_speed, fastest, speed_in_words
 from .tolerance import Distance, Tolerance
@@ -518,8 +518,22 @@ def _smallest(search: Search[Any]) -> tuple[Kept | None, bool]:
     if kept is not None:
         kept = _narrowed(search, kept.modules, [""])
         return (None, True) if "" in kept.modules else (kept, False)
-    # With the last module in float32 its output is, too. With another one in float32, what fails would be hidden.
-    return needed(search, search.order[:1]) if outside else None, whole
+    # With that module in float32 its output is, too. With another one in float32, what fails would be hidden.
+    return needed(search, _in_front(search)) if outside else None, whole
+
+
+def _in_front(search: Search[Any]) -> Sequence[str]:
+    """Return the module that computed what a value that fails outside of modules is made of.
+
+    Of a loss that is the last one to return before it, or what is in that and computed the same. Of a gradient it is
+    the likeliest: that of its output fails first.
+    """
+    fault = None if search.simulated else search.fault(NOTHING)
+    if fault is None or fault.place is None or fault.place.direction == "backward":
+        return search.order[:1]
+    before = [entry for entry in fault.readings[: fault.position] if not entry.operation]
+    outputs = [entry for entry in before if entry.direction == "forward" and entry.module.rpartition(":")[2]]
+    return [next(entry.module for entry in outputs if entry.value == outputs[-1].value)] if outputs else []
 
 
 def _instead(search: Search[Any], kept: Kept) -> tuple[str, ...]:

@@ -57,6 +57,18 @@ def test_a_hundred_rounded_layers_stay_within_what_rounding_explains(dtype):
     assert comparison.modules[-1].error > 2.0 ** -{"float16": 11, "bfloat16": 8, "float8_e4m3": 4}[dtype]
 
 
+@pytest.mark.parametrize(
+    ("penalty", "loss", "wrong"),
+    [([3.0, -1.0], [3.0, -1.0], []), ([3.0, -1.0], [0.0, 0.0], [1]), ([2.0, -1.0], [3.0, -1.0], [0])],
+)
+def test_the_loss_scale_is_taken_from_gradients_of_a_loss_and_not_from_those_inside_of_it(penalty, loss, wrong):
+    """`penalty` has been asked for by the script, and carries no scale. What is wrong stays wrong either way."""
+    exact = [read(name, [3.0, -1.0], "backward") for name in ("penalty", "loss")]
+    low = [read("penalty", penalty, "backward"), read("loss", 1024.0 * np.array(loss), "backward")]
+    modules = compared((replayed(), exact), (replayed(), low), "float16", 1024.0).modules
+    assert [at for at, entry in enumerate(modules) if entry.parts] == wrong
+
+
 def test_the_first_module_that_loses_its_digits_is_named_and_the_worst_are_listed():
     values = np.arange(1, 9)
     reference = [read(name, values) for name in "abcd"] + [read("d", values, "backward")]

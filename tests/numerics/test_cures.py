@@ -31,6 +31,7 @@ class Chain:
         refuses: Operations that no list of operations names.
         promotes: Operations that compute in float32 where they receive it.
         accumulates: Operations that round what they return, and not what they receive.
+        wide: Operations that compute in float32 whatever they receive.
     """
 
     steps: Sequence[tuple[str, str, Callable]]
@@ -40,6 +41,7 @@ class Chain:
     refuses: tuple[str, ...] = ()
     promotes: tuple[str, ...] = ()
     accumulates: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
 
     def run(self, dtype="float32", scale=1.0, float32=(), operations=(), rounded="", bits=0):
         """Compute the loss, the gradients, and what is read on the way."""
@@ -58,7 +60,7 @@ class Chain:
                 received = value = cut(value)
                 for _, operation, compute in steps:
                     kept = any(module == name or module.startswith(f"{name}.") for name in float32)
-                    at = "float32" if kept or operation in operations else dtype
+                    at = "float32" if kept or operation in (*operations, *self.wide) else dtype
                     at = of_value if operation in self.promotes and of_value == "float32" else at
                     before = value if operation in self.accumulates else round_to(value, at)
                     value, of_value = round_to(compute(before), at), at
@@ -182,6 +184,32 @@ def test_an_operation_outside_of_modules_is_kept_in_float32_where_the_backend_ta
     assert any(change.operations == ("square",) for change in tried)
     kept = chain.run("float16", operations=("square",)).replayed.loss
     assert diagnosis.experiments[-1].cures or not math.isfinite(kept)
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [(("", "relu"), "loses"), (("a", "relu"), "loses"), (("a", "add"), "may lose")],
+)
+def test_an_operation_is_named_whose_float32_cures_what_shows_behind_it(before, words):
+    """`sub` is in float32 as it is. Kept in float32 wherever it is, `add` alone cures, and no module does."""
+    last = [("", "add", lambda x: x + 2048), ("", "sub", lambda x: x - 2048)]
+    chain = Chain([(*before, np.abs), *last], [0.3, 0.6, 0.7], wide=("sub",))
+    assert chain.smallest_cures() == []
+    diagnosis, _ = chain.examine()
+    assert diagnosis.deny == ("add",)
+    place = diagnosis.first_nonfinite
+    assert (diagnosis.kind, place.module, place.operation) == ("digits", "", "add")
+    assert diagnosis.why.startswith(f"the output of add {words} precision in float16 that is needed later: the output")
+
+
+def test_an_operation_of_a_module_is_not_named_where_the_same_elsewhere_is_at_fault():
+    """With the module of the place in float32 nothing is cured, and so nothing in it is why."""
+    steps = [("", "add", lambda x: x + 2048), ("b", "add", np.copy), ("b", "sub", lambda x: x - 2048)]
+    chain = Chain(steps, [0.3, 0.6, 0.7], wide=("sub",))
+    diagnosis, tried = chain.examine()
+    assert tried[0].float32 == ("b",)
+    assert diagnosis.deny == ("add",)
+    assert (diagnosis.first_nonfinite.module, diagnosis.first_nonfinite.operation) == ("b", "sub")
 
 
 def test_a_range_that_no_module_explains_is_cured_by_a_dtype_with_a_wider_one():

@@ -12,10 +12,10 @@ import ampx
 from ampx.numerics.batch import Refusal, Seen, in_one_line
 from ampx.numerics.causes import find_fault, gradient_fault
 from ampx.numerics.chain import chain
-from ampx.numerics.compare import padded
+from ampx.numerics.compare import key_of, padded
 from ampx.numerics.diagnose import Setting, Suspect, examined
 from ampx.numerics.operations import family
-from ampx.numerics.places import Place, key_of
+from ampx.numerics.places import Place
 from ampx.numerics.probe import Reading, Replayed, Stats
 from ampx.numerics.rounding import describe, round_to
 from toy import framework
@@ -219,6 +219,62 @@ def test_the_derivative_of_a_root_at_zero_is_told_by_the_forward_pass():
     slope = read("div", [1.0], [31.6], direction="backward", dtype="float32")
     fault = find_fault(failing, seen(read("sqrt", [1e-3, 1.0], [0.03, 1.0]), slope), "float16", 1.0)
     assert (fault.kind, fault.cancels) == ("logarithm", False)  # the place is where the root is
+
+
+def test_a_norm_of_numbers_of_which_some_are_zero_has_a_derivative():
+    """It is `x / norm`, and of no matter how many zeros; a power of zero has one where its exponent is not below 1."""
+    slope, finite = (read("div", [], [value], direction="backward") for value in (math.inf, 1e6))
+    healthy = seen(read("linalg_vector_norm", [1e-9, 3.0, 4.0], [5.0]), finite)
+    for received, length, kind in (([0.0, 3.0, 4.0], 5.0, "overflow"), ([0.0, 0.0, 0.0], 0.0, "logarithm")):
+        low = seen(read("linalg_vector_norm", received, [length]), slope, gradients=[math.inf])
+        assert find_fault(low, healthy, "float16", 1.0).kind == kind
+    cubes = [read("pow", [3e-3, 300.0], [3e-8, 2.7e7]), read("pow", [], [3e5], direction="backward")]
+    low = [read("pow", [0.0, 3.0], [0.0, 27.0]), read("pow", [], [math.inf], direction="backward")]
+    fault = find_fault(seen(*low, gradients=[math.inf]), seen(*cubes), "float16", 1.0)
+    assert "where its derivative may be infinite" in fault.why
+
+
+@pytest.mark.parametrize(
+    ("operation", "numbers", "says"),
+    [("acos", [-0.5, 1.001], "1"), ("log1p", [-0.5, -1.5], "-1.5"), ("sqrt", [2.0, -0.25], "-0.25")],
+)
+def test_what_is_not_defined_is_said_with_the_number_it_is_not_defined_for(operation, numbers, says):
+    """NumPy, which has a NaN for that number alone, is the oracle."""
+    with np.errstate(invalid="ignore"):
+        values = getattr(np, {"acos": "arccos"}.get(operation, operation))(np.array(numbers))
+    assert list(np.isnan(values)) == [False, True]
+    low = seen(read(operation, numbers, values), loss=math.nan)
+    exact = seen(read(operation, [0.5, 0.5], [1.0, 1.0], dtype="float32"))
+    fault = find_fault(low, exact, "float16", 1.0)
+    assert fault.kind == "logarithm"
+    assert f"is NaN: {operation} of {says} is not defined" in fault.why
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("operation", "exact", "slope"),
+    [
+        ("log", 1e-9, lambda x: 1 / x),
+        ("sqrt", 1e-9, lambda x: 0.5 / math.sqrt(x)),
+        ("log1p", -0.99999, lambda x: 1 / (1 + x)),
+        ("acosh", 1.00001, lambda x: 1 / math.sqrt(x * x - 1)),
+        ("acos", -0.99999, lambda x: -1 / math.sqrt(1 - x * x)),
+        ("atanh", 0.99999, lambda x: 1 / (1 - x * x)),
+        ("logit", 0.99999, lambda x: 1 / (x * (1 - x))),
+    ],
+)
+def test_the_bound_that_is_advised_keeps_numbers_from_the_poles_of_the_function(dtype, operation, exact, slope):
+    """What is rounded to a pole in a dtype has a derivative there, by the formula, once it is clipped as advised."""
+    pole = float(round(exact))
+    gradients = [read("mul", [], [value], direction="backward") for value in (math.inf, 1e4)]
+    low = seen(read(operation, [pole, 0.5], [0.0, 0.7]), gradients[0], gradients=[math.inf])
+    healthy = seen(read(operation, [exact, 0.5], [1e-4, 0.7]), replace(gradients[1], operation="mul"))
+    diagnosis = diagnosed(low, healthy, dtype)
+    assert diagnosis.kind == "logarithm"
+    line = next(line for line in diagnosis.advice.splitlines() if ".clip(" in line)
+    clipped = {}
+    exec(line, {"x": np.array([pole])}, clipped)
+    assert math.isfinite(slope(float(round_to(clipped["x"], dtype)[0])))
 
 
 def test_a_root_of_a_difference_that_is_zero_for_want_of_digits_is_no_matter_of_the_root():
@@ -661,8 +717,12 @@ def test_constants_that_overflow_or_flush_are_risks_and_small_data_is_none(opera
 def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
     error = RuntimeError("value cannot be converted to Half without overflow\nat line 3")
     exact = seen(sampled("relu", [1.0], [1.0]), sampled("masked_fill", [1.0], [-1e9, 1.0], "float32"))
-    diagnosis = examined(Suspect(Refusal(in_one_line(error)), exact, Setting("float16", 8.0)))
-    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("mask", "masked_fill")
+    for reached, what in ((exact.readings[:1], "the output of masked_fill"), ((), "the step cannot be computed in ")):
+        refusal = Refusal(in_one_line(error), reached)  # what was not reached first is not known to be what raises
+        diagnosis = examined(Suspect(refusal, exact, Setting("float16", 8.0)))
+        assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("mask", "masked_fill")
+        assert diagnosis.why.lower().startswith(what)
+        assert ("may be for the output of masked_fill" in diagnosis.why) == (not reached)
     assert diagnosis.last_finite.operation == "relu"
     assert diagnosis.why.endswith("without overflow).")
     other = examined(Suspect(Refusal(in_one_line(ValueError(""))), seen(), Setting("float16", 8.0)))
@@ -707,7 +767,9 @@ def test_an_epsilon_that_float32_needs_as_well_is_one_that_the_dtype_holds():
 def test_a_product_is_not_called_a_sum():
     diagnosis = in_both("cumprod", [6.0] * 8, np.cumprod)
     assert diagnosis.kind == "sum"
-    assert "overflows float16: the product of 8 elements" in diagnosis.why
+    assert "overflows float16: it multiplies 8 elements of up to 6, and is 1.68e+06 in float32" in diagnosis.why
+    mean, exact = (seen(read("mean", [3e4] * 8, [value]), loss=value) for value in (math.inf, 3e4))
+    assert "it adds 8 elements of up to 3e+04, and is 3e+04 in float32" in find_fault(mean, exact, "float16", 1.0).why
 
 
 def test_a_cast_of_a_mask_is_judged_by_what_it_is_given_and_not_by_another_cast_of_that_number():

@@ -194,6 +194,39 @@ def test_the_module_around_that_computes_what_fails_is_kept_unless_it_is_all_of_
     assert (kept.modules, kept.operations) == (modules, frozenset() if modules else {"mul"})
 
 
+class OutsideSearch(ShieldedSearch):
+    """Of the same, where `block` returns a value behind `first`, which is in it, and no operation can be kept."""
+
+    framework = device = "toy"
+    beginning = Distance(math.inf)
+
+    def __init__(self, value, cures):
+        super().__init__(cures=[f"module:{cures}"])
+        self.modules, self.order = ("block.first", "block", "second"), ("second", "block.first", "block")
+        self.value = value
+
+    def look(self, kept, step):
+        seen = super().look(kept, step)
+        first, *rest = seen.readings
+        first, block = (replace(first, module=name) for name in ("block.first", "block"))
+        return replace(seen, readings=(first, replace(block, value=self.value), *rest))
+
+    def smallest_operations(self):
+        return None
+
+    def failing_operations(self, modules):
+        return ()
+
+    def policy_fields(self, kept):
+        return {"deny": sorted(kept.modules), "reasons": {"dtype": "it agrees"}}
+
+
+@pytest.mark.parametrize(("largest", "named"), [(300.0, "block.first"), (7.0, "block")])
+def test_for_what_fails_outside_of_modules_the_one_that_computed_its_inputs_is_tried(largest, named):
+    """`block` hands on what `block.first` has computed, or computes something of it."""
+    assert searched(OutsideSearch(Stats(4, largest=largest), named), 0).deny == [named]
+
+
 def test_a_module_that_only_hands_float32_on_is_said_to_do_so_where_nothing_else_cures():
     search = ShieldedSearch(cures=("module:first",))
     kept = Kept(frozenset({"first"}))

@@ -554,6 +554,25 @@ def test_gradients_are_true_in_float32_and_scaled_inside():
     assert seen(watch.readings(), "backward")[0].value.largest == 1024.0
 
 
+def test_a_gradient_that_a_penalty_is_of_carries_no_loss_scale_and_agrees():
+    """The norm of the gradient is that of the weights, whatever the loss is multiplied by: that is the oracle."""
+    torch.manual_seed(0)
+    critic, images = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(4, 6)
+    norms = []
+
+    def step(critic):
+        inputs = images.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(critic(inputs).sum(), inputs, create_graph=True)
+        norms.append(slopes.float().norm().item())
+        return (slopes.square().sum(1).sqrt() - 1).square().mean() + critic(images).mean()
+
+    comparison = ampx.compare(step, critic, framework="torch", dtype="bfloat16", loss_scale=4096.0)
+    assert norms[1] == pytest.approx(norms[0], rel=0.03)
+    gradients = [entry for entry in comparison.modules if entry.direction == "backward"]
+    assert len(gradients) > 6  # of both calls, and of the penalty
+    assert [entry.module for entry in gradients if entry.parts] == []
+
+
 def test_sparse_gradients_are_filled_and_names_pass_through_wrappers():
     model = torch.compile(nn.Embedding(4, 1, sparse=True), backend="eager")
     replayed = PROBE.replay(model, lambda m: m(torch.tensor([1, 1, 3])).sum(), None)
