@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -191,6 +192,36 @@ def outer_name(name: str) -> str | None:
         return name.rpartition(".")[0]
     prefix, colon, _ = name.rpartition(":")
     return None if name == prefix + colon else prefix + colon
+
+
+def name_parameters(
+    parameters: Iterable[Any], kind: type, parts: str, plain: Callable[[str], str] = str
+) -> dict[int, str]:
+    """Return, by id, the names that parameters have in the outermost models that live; none for what no model holds.
+
+    Where two models have the same names, the model's class goes in front, and what is ambiguous still has no name.
+
+    Args:
+        parameters: Of one or more optimizers.
+        kind: The framework's class of modules.
+        parts: The attribute in which a module holds those in it, by name.
+        plain: Returns a name without what wrappers add.
+    """
+    # By type: asking an object for its class may wake what stands in for another.
+    modules = [entry for entry in gc.get_objects() if issubclass(type(entry), kind)]
+    inner = {id(child) for module in modules for child in vars(module).get(parts, {}).values()}
+    wanted = set(map(id, parameters))
+    seen: dict[int, tuple[str, str]] = {}
+    for root in modules:
+        if id(root) in inner or "_parameters" not in vars(root):
+            continue
+        for name, parameter in root.named_parameters():
+            if id(parameter) in wanted:
+                seen.setdefault(id(parameter), (plain(name), f"{type(root).__name__}.{plain(name)}"))
+    for names in zip(*seen.values(), strict=True):
+        if len(set(names)) == len(names):
+            return dict(zip(seen, names, strict=True))
+    return {}
 
 
 # -- patterns ----------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class NoMeter(StepObserver):
     def after(self, optimizer: Any, finite: Mapping[int, Any]) -> None:
         """Look at nothing."""
 
-    def last(self) -> None:
+    def last(self, names: object = None) -> None:
         """Return that no update was looked at."""
 
 

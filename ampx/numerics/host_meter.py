@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -56,11 +55,10 @@ class Update:
         columns = zip(*moving, strict=True) if moving else ((), (), ())
         return self._count("", "", *(np.concatenate([_NOTHING, *map(_flat, column)]) for column in columns))
 
-    @cached_property
-    def meter(self) -> Meter:
-        """What the update did to every parameter."""
+    def meter(self, names: Mapping[str, str]) -> Meter:
+        """Return what the update did to every parameter, called by these names or else those that were sampled."""
         entries = [
-            self._count(entry.name, entry.dtype, entry.values, updated.values, entry.gradient)
+            self._count(names.get(entry.name, entry.name), entry.dtype, entry.values, updated.values, entry.gradient)
             for entry, updated in zip(self.before, self.after, strict=True)
         ]
         return Meter(self.step, self.compute, self.scale, tuple(entries))
@@ -114,9 +112,15 @@ class HostMeter(StepObserver):
         """Keep what another meter of the same optimizer counted."""
         self._last = meter
 
-    def last(self) -> Meter | None:
-        """Return what the last update that was looked at did; None before the first."""
-        return self._last.meter if isinstance(self._last, Update) else self._last
+    def last(self, names: Callable[[], Mapping[str, str]] = dict) -> Meter | None:
+        """Return what the last update that was looked at did; None before the first.
+
+        Args:
+            names: Returns what parameters are called, by the names that were sampled; called once an update.
+        """
+        if isinstance(self._last, Update):
+            self._last = self._last.meter(names())
+        return self._last
 
 
 def _flat(values: Any) -> Array:

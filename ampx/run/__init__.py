@@ -19,6 +19,9 @@ The contract of `automate(run)`, which a backend offers as `Automation`:
 - While `run.recorder.sampling`, `run.recorder.count_op` is told what ran in which dtype.
 - Where `run.recorder.takes_gradients` is there and the backend can tell, it is called with the shapes of what an
   optimizer trains, and a sample of the gradients, in every step: `ampx diagnose` names risks by them.
+- `Manager.rates_of` returns an optimizer's learning rates, where the framework says them: by them `ampx diagnose` finds
+  the step in which a script's schedule decided by a number that came out otherwise in low precision. It is asked where
+  there is an observer only.
 - What cannot be automated safely is refused by `run.refuse(reason)`: mixed precision of the script's own (unless
   `run.settings.replace_native`, where the backend can put ampx underneath), gradients that come by ways which it does
   not see, closures that it cannot see through. Errors of ampx that come from the script's calls are refusals, too.

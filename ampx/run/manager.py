@@ -183,11 +183,17 @@ class Manager(Generic[SomeManaged]):
 
     def learning_rates(self, group: int) -> tuple[float, ...]:
         """Return those of the optimizers that share a loss scale, as `Recorder` wants it."""
-        rates = (self.rates_of(managed.raw) for managed in self.managed() if managed.group == group)
-        return tuple(itertools.chain.from_iterable(rates))
+        return tuple(itertools.chain.from_iterable(map(self.rates_of, self.sharing(group))))
+
+    def sharing(self, group: int) -> list[Any]:
+        """List the script's optimizers that share a loss scale, by its position in the recorder."""
+        return [managed.raw for managed in self.managed() if managed.group == group]
 
     def rates_of(self, raw: Any) -> Iterable[float]:
-        """Return the learning rates of an optimizer of the script; none where a framework does not say. Sync: some."""
+        """Return the learning rates of the step that an optimizer of the script has just made or skipped.
+
+        Asked for in runs that are watched only. None where a framework does not say. Sync: some.
+        """
         return ()
 
     # -- backward ----------------------------------------------------------------------------------

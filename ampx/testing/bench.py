@@ -105,6 +105,10 @@ class Bench:
         if grads is None:
             harness.zero_grad(self.raw)
 
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the raw optimizer."""
+        self.harness.set_rate(self.raw, rate)
+
     def trace(self, pattern: Sequence[Any]) -> list[float]:
         """Train over a pattern of overflows; return the scale after each step."""
         return [self.train(chosen(bool(overflow))).next_scale for overflow in pattern]

@@ -36,6 +36,7 @@ class Harness(abc.ABC):
             framework; elsewhere the next body is refused.
         shares_parameters: Two optimizers that hold one parameter may wait for their steps at once; elsewhere the second
             is refused.
+        tells_rates: A run that is watched knows the learning rates of optimizers.
         models_are_values: Two models of one class cannot be told from each other when they are called.
     """
 
@@ -54,6 +55,7 @@ class Harness(abc.ABC):
     watches_true: ClassVar[bool] = False
     brings_backwards: ClassVar[bool] = True
     shares_parameters: ClassVar[bool] = False
+    tells_rates: ClassVar[bool] = False
     models_are_values: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -139,6 +141,10 @@ class Harness(abc.ABC):
     def step_closure(self, opt: Any, closure: Any) -> Any:
         """Step with a closure."""
         return opt.step(closure)
+
+    def set_rate(self, raw: Any, rate: float) -> None:
+        """Set the learning rate of a raw optimizer (of its state, where that is a value) for the steps to come."""
+        raise NotImplementedError(f"{type(self).__name__}.set_rate: wanted because tells_rates is declared")
 
     def add(self, a: list[Any], b: list[Any]) -> list[Any]:
         """Add gradients that are values."""

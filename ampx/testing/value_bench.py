@@ -65,6 +65,10 @@ class ValueBench(Bench):
         grads, self.pending = self.pending, None
         self.parameters, self.plain_state = self.harness.update(self.raw, grads, self.plain_state, self.parameters)
 
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate in the state of the raw optimizer."""
+        self.harness.set_rate(self.plain_state, rate)
+
     @property
     def scale(self) -> float:
         """The current loss scale."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import paddle
 
+from ampx import modules
 from ampx.backend import Array
 from ampx.errors import UnsupportedByBackendError
 from ampx.formats import stride
@@ -235,14 +236,22 @@ def _shrink(gradients: Sequence[paddle.Tensor], factor: float) -> None:
         values.scale_(factor)
 
 
+def names_in_models(owners: Sequence[paddle.Tensor]) -> dict[str, str]:
+    """Return the names of parameters in the models that live, by Paddle's own names; none for what no model holds."""
+    names = modules.name_parameters(owners, paddle.nn.Layer, "_sub_layers")
+    return {parameter.name: names[id(parameter)] for parameter in owners if id(parameter) in names}
+
+
 def name_nonfinite(optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
     """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one a gradient."""
-    names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    owners = collect(optimizer)
+    in_model = () if model is None else model.named_parameters()
+    names = names_in_models(owners) if model is None else {parameter.name: name for name, parameter in in_model}
     result = []
-    for parameter in collect(optimizer):
+    for parameter in owners:
         bad = int((~paddle.isfinite(_values(parameter))).astype("int64").sum())
         if bad:
-            result.append((names.get(id(parameter), parameter.name), bad, int(parameter.size)))
+            result.append((names.get(parameter.name, parameter.name), bad, int(parameter.size)))
     return result
 
 
@@ -264,8 +273,13 @@ def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
 
 
 @paddle.no_grad()
-def sample(optimizer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array | None]]:
+def sample(optimizer: Any, samples: int, names: Mapping[str, str]) -> list[tuple[str, tuple[int, ...], Array | None]]:
     """Return name, shape and a sample of the gradient, None for a sparse one, of a raw optimizer's parameters.
+
+    Args:
+        optimizer: The raw optimizer.
+        samples: So many elements at most.
+        names: As `names_in_models` returns them.
 
     Sync: one for each of them.
     """
@@ -274,7 +288,7 @@ def sample(optimizer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Arr
         gradient = gradient_of(parameter)
         dense = gradient is not None and gradient.is_dense() and not gradient.is_selected_rows()
         values = _sample(gradient, samples) if dense else None
-        sampled.append((parameter.name, tuple(parameter.shape), values))
+        sampled.append((names.get(parameter.name, parameter.name), tuple(parameter.shape), values))
     return sampled
 
 

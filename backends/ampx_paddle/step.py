@@ -28,6 +28,7 @@ from .gradients import (
     gradient_of,
     meter_samples,
     name_nonfinite,
+    names_in_models,
     parameters,
     spoil,
     sum_of_squares,
@@ -362,7 +363,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     def ampx_meter(self) -> Meter | None:
         """Return what the last update that was looked at did."""
-        return self._meter.last()
+        return self._meter.last(lambda: names_in_models(parameters(self.optimizer)))
 
     def ampx_culprits(self) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are not finite. Sync: one a gradient."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
 
+from ampx import modules
 from ampx.backend import Array
 from ampx.formats import stride
 
@@ -76,27 +76,6 @@ def _names_by_id(groups: list[dict[str, Any]], model: torch.nn.Module | None, pa
     if model is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     elif not all("param_names" in group for group in groups):
-        names = _names_in_modules([*(p for group in groups for p in group["params"]), *(own for own, _ in pairs)])
+        parameters = [*(p for group in groups for p in group["params"]), *(own for own, _ in pairs)]
+        names = modules.name_parameters(parameters, torch.nn.Module, "_modules", plain_name)
     return names | {id(master): names[id(own)] for own, master in pairs if id(own) in names}
-
-
-def _names_in_modules(parameters: list[torch.Tensor]) -> dict[int, str]:
-    """Return, by id, the names that parameters have in the outermost modules that live; none for what no module holds.
-
-    Where two models have the same names, the model's class goes in front, and what is ambiguous still has no name.
-    """
-    # By type: asking an object for its class may wake what stands in for another.
-    modules = [entry for entry in gc.get_objects() if issubclass(type(entry), torch.nn.Module)]
-    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    wanted = set(map(id, parameters))
-    seen: dict[int, tuple[str, str]] = {}
-    for root in modules:
-        if id(root) in inner or "_parameters" not in vars(root):
-            continue
-        for name, parameter in root.named_parameters():
-            if id(parameter) in wanted:
-                seen.setdefault(id(parameter), (plain_name(name), f"{type(root).__name__}.{plain_name(name)}"))
-    for names in zip(*seen.values(), strict=True):
-        if len(set(names)) == len(names):
-            return dict(zip(seen, names, strict=True))
-    return {}

@@ -179,6 +179,26 @@ class Float16Harness(JaxHarness):
 FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
 
 
+class InjectedHarness(Float16Harness):
+    """Optimizers whose state has the learning rate."""
+
+    tells_rates = True
+
+    def optimizer(self, parameters, momentum):
+        return optax.inject_hyperparams(optax.sgd)(0.5, momentum=0.5 if momentum else None)
+
+    def set_rate(self, raw, rate):
+        raw.hyperparams["learning_rate"] = jnp.array(rate)
+
+    def update(self, opt, gradients, state, parameters):
+        # Compiled inside of the run, as a script's own: of what was compiled before, observers hear at the end.
+        return jax.jit(updated.__wrapped__, static_argnums=0)(opt, gradients, state, parameters)
+
+
+class TestLearningRatesInTheState(automation.AutomationTests):
+    harness = InjectedHarness
+
+
 class TestFloat16(BackendSuite):
     harness = Float16Harness
     hypothesis = FEW

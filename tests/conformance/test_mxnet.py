@@ -48,7 +48,7 @@ class Times(mx.gluon.nn.Dense):
 
 class MXNetHarness(Harness):
     framework, plugin, device, dtype = "mxnet", "ampx_mxnet", "cpu", "bfloat16"
-    guards_raw_steps, brings_backwards = True, False
+    guards_raw_steps, brings_backwards, tells_rates = True, False, True
 
     def tensor(self, values, dtype):
         if dtype == "bfloat16":
@@ -74,6 +74,9 @@ class MXNetHarness(Harness):
     def optimizer(self, parameters, momentum):
         options = {"learning_rate": 0.5, **({"momentum": 0.5} if momentum else {})}
         return mx.gluon.Trainer(parameters, "sgd", options)
+
+    def set_rate(self, raw, rate):
+        raw.set_learning_rate(rate)
 
     def optimizer_state(self, raw):
         momenta = [None if state is None else state.asnumpy().tolist() for state in raw._updaters[0].states.values()]

@@ -56,7 +56,7 @@ class PaddleHarness(Harness):
     returns_low = False  # on a CPU
     closures = True
     clears_to_zero, copies, guards_raw_steps, watches_others = True, ("deepcopy",), True, True
-    watches_true, shares_parameters = True, True
+    watches_true, shares_parameters, tells_rates = True, True, True
 
     def __init__(self):
         paddle.set_device(self.device)
@@ -79,6 +79,9 @@ class PaddleHarness(Harness):
         if momentum:
             return paddle.optimizer.Momentum(0.5, momentum=0.5, parameters=parameters)
         return paddle.optimizer.SGD(0.5, parameters=parameters)
+
+    def set_rate(self, raw, rate):
+        raw.set_lr(rate)
 
     def optimizer_state(self, raw):
         # Paddle makes momenta of zeros as soon as somebody tries to step, refused or not.

@@ -44,7 +44,7 @@ class TensorFlowHarness(Harness):
     framework, plugin, device = "tensorflow", "ampx_tensorflow", "cpu"
     dtype: ClassVar[Any] = "bfloat16"
     detaches = False  # whether a gradient can flow from a tensor is known to the tape only
-    guards_raw_steps = True
+    guards_raw_steps = tells_rates = True
 
     def tensor(self, values, dtype):
         return tf.constant(values, dtype)
@@ -64,6 +64,9 @@ class TensorFlowHarness(Harness):
         raw = keras.optimizers.SGD(0.5, momentum=0.5 if momentum else 0.0)
         raw.build(parameters)
         return raw
+
+    def set_rate(self, raw, rate):
+        raw.learning_rate = rate
 
     def optimizer_state(self, raw):
         return [variable.numpy().tolist() for variable in raw.variables]

@@ -42,7 +42,7 @@ class TorchHarness(Harness):
     dtype: ClassVar[Any] = "bfloat16"
     closures = True
     copies, guards_raw_steps, watches_others = ("deepcopy", "pickle"), True, True
-    shares_parameters = True
+    shares_parameters = tells_rates = True
 
     def tensor(self, values, dtype):
         return torch.tensor(values, dtype=getattr(torch, dtype), device=self.device)
@@ -58,6 +58,10 @@ class TorchHarness(Harness):
 
     def optimizer(self, parameters, momentum):
         return torch.optim.SGD(parameters, lr=0.5, momentum=0.5 if momentum else 0.0)
+
+    def set_rate(self, raw, rate):
+        for group in raw.param_groups:
+            group["lr"] = rate
 
     def optimizer_state(self, raw):
         return [

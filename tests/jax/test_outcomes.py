@@ -18,6 +18,7 @@ import ampx
 import ampx_jax
 from ampx.backend import offer
 from ampx.run import Automation, LossCurve, Run, RunSettings
+from ampx.testing.kit.automation import Rates
 from ampx_jax.run import outcomes
 from processes import run_python
 
@@ -310,6 +311,33 @@ def test_a_whole_training_in_one_function_counts_every_step():
             jax.effects_barrier()
     assert run.recorder.steps == 6
     assert record(run)[1] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("learning_rate", "expected"),
+    [(0.5, [(0.5,), (0.5,), (0.25,), (0.25,)]), (lambda count: 0.5, [()] * 4)],
+    ids=["set by the script", "of a schedule"],
+)
+def test_learning_rates_in_the_state_come_along_where_updates_call_back(learning_rate, expected):
+    run, region = automate()
+    run.recorder.observer = seen = Rates(run.recorder)
+    with region:
+        tx = optax.inject_hyperparams(optax.sgd)(learning_rate)
+        weights, state = jnp.array(1.0), tx.init(jnp.array(1.0))
+
+        @jax.jit
+        def two_steps(weights, state):
+            def step(carry, _):
+                weights, state = carry
+                updates, state = tx.update(jax.grad(lambda weights: weights)(weights), state, weights)
+                return (optax.apply_updates(weights, updates), state), None
+
+            return jax.lax.scan(step, (weights, state), length=2)[0]
+
+        for rate in (0.5, 0.25):
+            state.hyperparams["learning_rate"] = jnp.array(rate)
+            weights, state = two_steps(weights, state)
+    assert seen.rates == expected
 
 
 def test_options_methods_and_attributes_of_compiled_functions_are_kept():

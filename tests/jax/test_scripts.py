@@ -189,6 +189,41 @@ def test_diagnose_names_the_layer_that_overflows(here, script, text):
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("overflow", "wide")
 
 
+MEASURES = """
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    params, tx = {"w": jnp.full((4, 1), 0.5)}, optax.inject_hyperparams(optax.sgd)(0.02)
+    state, best = tx.init(params), float("inf")
+
+
+    def loss_of(params, measured):
+        return (jnp.mean(jnp.ones((8, 4)) @ params["w"]) - 3.0) ** 2, measured @ jnp.ones((1, 1))
+
+
+    @jax.jit
+    def train(params, state, measured):
+        (loss, error), grads = jax.value_and_grad(loss_of, has_aux=True)(params, measured)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state, error[0, 0]
+
+
+    for step in range(8):
+        params, state, error = train(params, state, jnp.full((1, 1), 262.0 - step))
+        if error >= best:
+            state.hyperparams["learning_rate"] *= 1e-3
+        best = min(best, error)
+"""
+
+
+def test_a_rate_that_the_script_cuts_by_a_number_in_low_precision_is_said_in_its_step(here, script):
+    """In bfloat16 261 and 260 are both 260: the third error is no smaller than the second."""
+    settings = RunSettings("bfloat16", device="cpu")
+    _, report = diagnose_script(script(MEASURES), settings, framework="jax", run=here)
+    assert report["verdict"].startswith("In step 4, the learning rate is 2e-05, and in float32 0.02: the script's sc")
+
+
 def test_gradients_are_scaled_alike_in_a_step_with_casting_off(here, script):
     """What divides them by the loss scale of the run knows nothing of the step."""
     program = script(LINEN.replace("1e4", "1.0").replace("1e-5", "0.5"))

@@ -11,6 +11,7 @@ import ampx
 from ampx.backend import offer
 from ampx.numerics.probe import Probe, Watching
 from ampx.run import LossCurve, Run, RunSettings
+from ampx.testing.kit.automation import Rates
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.run import automate
 from ampx_mxnet.run.manager import ManagedTrainer
@@ -105,6 +106,19 @@ def test_who_looks_on_reads_true_losses_and_the_blocks_of_a_hybridized_step(dtyp
     seen = [(reading.module, reading.direction) for reading in observer.readings]
     names = ["0.act", "0", "1", ""]
     assert seen == [*((name, "forward") for name in names), *((name, "backward") for name in ("", "1", "0", "0.act"))]
+
+
+def test_the_rates_of_a_schedule_are_those_that_steps_used_or_would_have_used(scaling):
+    scaling.recorder.observer = seen = Rates(scaling.recorder)
+    schedule = mx.lr_scheduler.MultiFactorScheduler([1, 2], 0.5)
+    net = network()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "lr_scheduler": schedule})
+    for batch in batches(4, overflow=[1]):  # a skipped step does not move the schedule
+        with autograd.record():
+            loss = net(batch).mean()
+        loss.backward()
+        trainer.step(1)
+    assert seen.rates == [(0.5,), (0.25,), (0.25,), (0.125,)]
 
 
 @pytest.mark.bfloat16

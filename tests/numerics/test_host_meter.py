@@ -109,7 +109,7 @@ def test_what_is_reported_is_what_the_parameters_add_up_to(compute):
         before.append(Sampled(f"{number}", "float32", values, None if number % 7 == 0 else gradient))
         after.append(Sampled(f"{number}", "float32", moved, None))
     update = Update(100, compute, SCALE, 1.0, before, after)
-    meter = update.meter
+    meter = update.meter({})
     assert 0 < meter.lost < 1
     assert 0 < meter.flushed < 1
     total = update.total()

@@ -1,5 +1,6 @@
 """Watch, force and replay: what they read equals NumPy's count, and they leave no trace."""
 
+import math
 import os
 import random
 
@@ -14,6 +15,7 @@ from ampx.numerics.probe import Probe, Watching
 from ampx.numerics.rounding import describe, round_to, sample
 from ampx.plugins import Registry
 from ampx.run import Automation, Run, RunSettings
+from ampx.testing.kit.automation import Rates
 from ampx_tensorflow import devices, rewrite
 from ampx_tensorflow.backend import TensorFlowBackend
 
@@ -407,12 +409,12 @@ class Looking:
 KINDS = ("eager", "traced", "all steps in one", "fit", "fit eagerly")
 
 
-def train(kind):
+def train(kind, learning_rate=0.1):
     """Take three steps of gradient descent on (w * 2 - 4)**2 at w = 1, 1.8, 1.96: losses 4, 0.16, 0.0064."""
     model = keras.Sequential(
         [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, name="dense", kernel_initializer="ones")]
     )
-    optimizer, x, y = keras.optimizers.SGD(0.1), tf.constant([[2.0]]), tf.constant([[4.0]])
+    optimizer, x, y = keras.optimizers.SGD(learning_rate), tf.constant([[2.0]]), tf.constant([[4.0]])
     if kind.startswith("fit"):
         model.compile(optimizer, "mse", run_eagerly=kind == "fit eagerly")
         model.fit(np.repeat(x, 3, 0), np.repeat(y, 3, 0), batch_size=1, verbose=0)
@@ -468,6 +470,28 @@ def test_the_step_after_the_first_can_be_watched(kind):
     observe(kind, observer, dtype="float32", watched=True)
     (entry,) = [entry for entry in observer.readings if (entry.module, entry.direction) == ("dense", "forward")]
     assert entry.value.largest == pytest.approx(3.6, rel=1e-3)
+
+
+def test_the_rates_of_a_schedule_are_those_that_steps_used_or_would_have_used():
+    run = Run("tensorflow", RunSettings("bfloat16", device="cpu"))
+    run.recorder.observer = seen = Rates(run.recorder)
+    with offer(Registry().load("tensorflow"), Automation).automate(run):
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], [0.5, 0.25, 0.125])
+        optimizer, weight = keras.optimizers.SGD(schedule), tf.Variable(1.0)
+        for slope in (1.0, math.inf, 1.0, 1.0):  # a skipped step does not move the schedule
+            optimizer.apply([tf.constant(slope)], [weight])
+    assert seen.rates == [(0.5,), (0.25,), (0.25,), (0.125,)]
+    assert float(weight) == 1 - 0.5 - 0.25 - 0.125
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rates_are_known_of_compiled_functions_and_of_fit(kind, dtype):
+    run = Run("tensorflow", RunSettings(dtype, device="cpu"))
+    run.recorder.observer = seen = Rates(run.recorder)
+    with offer(Registry().load("tensorflow"), Automation).automate(run):
+        train(kind, keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], [0.5, 0.25, 0.125]))
+    assert seen.rates == [(0.5,), (0.25,), (0.125,)]
 
 
 @pytest.mark.parametrize("kind", ["eager", "traced", "fit"])

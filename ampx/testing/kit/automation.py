@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 
 import ampx
-from ampx.backend import offer
+from ampx.backend import Backend, offer
 from ampx.policy import OptLevel
-from ampx.run import Automation, Run, RunSettings
+from ampx.run import Automation, Recorder, Run, RunSettings
 from ampx.testing.base import KitTests, requires
-from ampx.testing.bench import FINITE, OVERFLOW, Bench
+from ampx.testing.bench import FINITE, OVERFLOW, START, Bench
 from ampx.testing.harness import Chosen
+
+
+class Rates:
+    """Observes the learning rates of a run."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.rates: list[tuple[float, ...]] = []  # by step
+        self._recorder = recorder
+
+    def loss(self, read: Callable[[], float]) -> None:
+        """Read a loss that may be read at once."""
+
+    def stepped(self, steps: int) -> None:
+        """Note the rates of the optimizer that has stepped."""
+        turn = self._recorder.turn
+        assert turn is not None
+        self.rates.append(self._recorder.learning_rates(turn))
+
+    def mistake(self, sentence: str) -> None:
+        """Fail: there is none."""
+        raise AssertionError(sentence)
+
+    def note(self, sentence: str) -> None:
+        """Take a note."""
+
+    def observing(self, run: Run, backend: Backend) -> AbstractContextManager[None]:
+        """Return a region that does nothing."""
+        return nullcontext()
 
 
 class AutomationTests(KitTests):
@@ -62,6 +90,22 @@ class AutomationTests(KitTests):
         (record,) = run.recorder.optimizers.values()
         assert record.skipped == [2]
         assert run.settings.dtype != "float16" or record.scales == [(2, record.initial_scale / 2)]
+
+    @requires("automation")
+    def test_a_watched_run_knows_the_learning_rate_of_each_step(self) -> None:
+        """Of a loop that halves it before the third step; the parameters show that it did."""
+        if not self.subject.tells_rates:
+            pytest.skip("the backend does not say learning rates")
+        run = self._fresh_run()
+        run.recorder.observer = seen = Rates(run.recorder)
+        with self._inside(run):
+            bench = self.plain()
+            for rate in (0.5, 0.5, 0.25, 0.25):
+                bench.set_rate(rate)
+                bench.train_plainly(FINITE)
+        assert seen.rates == [(0.5,), (0.5,), (0.25,), (0.25,)]
+        moved = zip(START, FINITE, strict=True)  # by gradient descent
+        assert bench.values() == [[a - 1.5 * b for a, b in zip(*pair, strict=True)] for pair in moved]
 
     @requires("automation")
     def test_a_session_of_the_script_s_own_is_recorded_and_not_touched(self) -> None:

@@ -52,6 +52,7 @@ from ampx_jax.taps import is_floating
 from .outcomes import Outcomes, jit, mapping, noted
 
 _OWN_SCALING: Final = ("jmp", "flax.training.dynamic_scale")
+_RATE: Final = "learning_rate"  # of optax's hyperparameters
 NO_GRADIENTS: Final = (
     "No function went through jax.grad or jax.value_and_grad: gradients that are made in another way, with jax.vjp "
     "say, computed in float32."
@@ -95,6 +96,7 @@ class JaxManager(Manager[Managed]):
         # Of the last update in a watched step: the class of its transformation, its number, and its gradients.
         self._watched_update: tuple[str, int, Any] | None = None
         self._positions: dict[ScaleGroup, int] = {}
+        self._rates: tuple[float, ...] = ()  # of the last step
         super().__init__(run)
 
     @property
@@ -241,16 +243,34 @@ class JaxManager(Manager[Managed]):
             self.run.recorder.metered(hash(tuple(named)), kind, seen)
             report(self.member.group, step, seen.lost, seen.flushed, seen.headroom)
 
-    def count_step(self, finite: Any) -> None:
-        """Take one step's finiteness: count it and move the loss scale. Called at run time."""
+    def rates(self, state: Any) -> tuple[Any, ...]:
+        """Return the learning rates that a script sets in a state, where there is an observer; they may be traced.
+
+        A schedule's are none: with `optax.inject_hyperparams`, too, the state has that of the step before.
+        """
+        kind = optax.InjectStatefulHyperparamsState
+        states = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, kind)) if self.observed else ()
+        injected = [part for part in states if isinstance(part, kind) and _RATE not in part.hyperparams_states]
+        return tuple(part.hyperparams[_RATE] for part in injected if _RATE in part.hyperparams)
+
+    def learning_rates(self, group: int) -> tuple[float, ...]:
+        """Return those of the last step."""
+        return self._rates
+
+    def count_step(self, numbers: Any) -> None:
+        """Take one step's finiteness, and its learning rates: count it and move the loss scale. Called at run time."""
         if not self.automates or self.member is None or self.outcomes is None:
             return  # a step that was compiled inside runs on outside
-        is_finite = bool(finite)  # not in the lock: what computes it may be waiting there, to read the scale
+        finite, *rates = np.ravel(numbers).tolist()  # not in the lock: what computes it may wait there, for the scale
         with self._lock:
             if self.member.group.enabled:
                 self.member.note_scaled(self.member.group.states[0].scale)
-                self.member.finish({0: is_finite})
-        self.outcomes.notify(functools.partial(self.run.recorder.stepped, 0))
+                self.member.finish({0: bool(finite)})
+        self.outcomes.notify(functools.partial(self._step_over, tuple(rates)))
+
+    def _step_over(self, rates: tuple[float, ...]) -> None:
+        self._rates = rates
+        self.run.recorder.stepped(0)
 
     def lost(self, loss: Any) -> None:
         """Take a function's loss. Called at run time."""
@@ -541,12 +561,12 @@ def _updating(manager: JaxManager, native: Callable[..., Any], kind: str) -> Cal
                 return native(updates, state, params, **extra)
             manager.look_at(kind, updates)
             if not manager.member.group.enabled:  # float32: the step counts, and is the script's own
-                manager.outcomes.update(jnp.array(True))
+                manager.outcomes.update(jnp.array(True), manager.rates(state))
                 return manager.applied(params, native(updates, state, params, **extra))
             manager.refuse_own_scaling()
             finite = all_finite(updates)
             finite = varying.agreed(finite.astype(jnp.int32), jax.lax.pmin) > 0
-            manager.outcomes.update(finite)
+            manager.outcomes.update(finite, manager.rates(state))
             returned = optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), lambda: state)
             return manager.applied(params, returned)
 

@@ -106,18 +106,22 @@ class Outcomes:
         scale = jax.experimental.io_callback(self._scale_now, jax.ShapeDtypeStruct((), jnp.float32))
         return varying.of_the_first(scale)  # others may read before it has reported the last step
 
-    def update(self, outcome: Any) -> None:
-        """Report what came of an update; it may be traced. Losses go along where it calls back."""
+    def update(self, outcome: Any, rates: tuple[Any, ...] = ()) -> None:
+        """Report what came of an update; it may be traced. Its learning rates go along.
+
+        So do losses where it calls back.
+        """
+        numbers = jnp.stack([outcome, *rates]) if rates else outcome
         frame = self._used()
         if frame is not None:
-            frame.flags = (*frame.flags, outcome)
+            frame.flags = (*frame.flags, numbers)
             if self._moving is not None and frame.state is not None:
                 frame.state = next_state(self._moving, frame.state, outcome, where=jnp.where)
             return
         self.mix()
-        trace = present_trace() if is_traced(outcome) else None
+        trace = present_trace() if is_traced(numbers) else None
         losses, self._losses = self._losses, []
-        self._call_back(self._stepped, outcome, tuple(loss for its_trace, loss in losses if its_trace == trace))
+        self._call_back(self._stepped, numbers, tuple(loss for its_trace, loss in losses if its_trace == trace))
 
     def loss(self, loss: Any) -> None:
         """Report a loss to who wants it; it may be traced.

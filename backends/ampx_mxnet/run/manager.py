@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -102,6 +102,18 @@ class TrainerManager(Manager[Managed]):
         shown = optimizer if kind == "Trainer" else f"{kind}({optimizer})"
         group = trainer.ampx_member.group.index
         self.run.recorder.add_optimizer(shown, trainer.loss_scale, group, self._places[trainer])
+
+    def sharing(self, group: int) -> list[Any]:
+        """List the trainers that share a loss scale, by its position in the recorder."""
+        return [trainer for trainer in self._trainers if trainer.ampx_member.group.index == group]
+
+    def rates_of(self, trainer: ManagedTrainer) -> Iterable[float]:
+        """Return its only one."""
+        optimizer = trainer.optimizer
+        if optimizer.lr_scheduler is None:
+            return (float(optimizer.lr),)
+        skipped = trainer.last_step is not None and not trainer.last_step.applied  # which MXNet does not count
+        return (float(optimizer.lr_scheduler(optimizer.num_update + int(skipped))),)
 
     def end(self) -> None:
         """End the session: that of the run, or the script's own, which nothing outside of the run can go on with."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
@@ -12,7 +12,7 @@ import paddle
 
 from ampx.protocol import ScaleGroup
 from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
-from ampx_paddle.gradients import collect, gradient_of, parameters, sample
+from ampx_paddle.gradients import collect, gradient_of, names_in_models, parameters, sample
 from ampx_paddle.sot import untranslated
 from ampx_paddle.static import GraphLedger, StaticOptimizer
 from ampx_paddle.step import AmpOptimizer
@@ -77,6 +77,10 @@ class PaddleManager(Manager[PaddleManaged]):
         super().wrap(managed, **options)
         if isinstance(managed.wrapped, AmpOptimizer):
             self._owners.update((id(parameter), managed) for parameter in parameters(managed.raw))
+
+    def rates_of(self, raw: Any) -> Iterable[float]:
+        """Return its only one."""
+        return (float(raw.get_lr()),)
 
     def owner(self, tensor: Any) -> PaddleManaged | None:
         """Return which optimizer holds a parameter."""
@@ -162,7 +166,11 @@ class PaddleManager(Manager[PaddleManaged]):
         else:
             self._note_unscaled(managed, applies_zeros=True)
         step = functools.partial(getattr(wrapped, name), *args, **kwargs)
-        return self.take_step(wrapped, step, lambda: sample(managed.raw, GRADIENT_SAMPLES), managed)
+        return self.take_step(wrapped, step, lambda: sample(managed.raw, GRADIENT_SAMPLES, self._names()), managed)
+
+    def _names(self) -> dict[str, str]:
+        """Return the names of all parameters that are trained, which tell those of several models apart."""
+        return names_in_models([parameter for managed in self.managed() for parameter in parameters(managed.raw)])
 
     def _note_unscaled(self, managed: PaddleManaged, applies_zeros: bool = False) -> None:
         """Note gradients that did not come through a scaled backward; zeros may be applied, as the script would."""

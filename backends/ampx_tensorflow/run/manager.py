@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -128,6 +128,7 @@ class KerasManager(Manager[Managed]):
         # The run says how often; functions, in which the meter costs every step, it leaves as they are.
         managed.wrapped.ampx_member.group.meter_asked = False
         guard.leave(managed.raw)  # the script has nothing but the raw one
+        managed.group = managed.wrapped.ampx_member.group.index
         self.record(managed.wrapped, type(managed.raw).__name__)
 
     def all(self) -> list[Managed]:
@@ -136,6 +137,18 @@ class KerasManager(Manager[Managed]):
             if managed.wrapped is None:
                 self.manage(managed.raw, True)
         return super().all()
+
+    def rates_of(self, raw: Any) -> Iterable[float]:
+        """Return its only one; none of TensorFlow 1, nor of a function of the script, which may count its calls."""
+        if not isinstance(raw, keras.optimizers.Optimizer):
+            return ()
+        with stats.unwatched():
+            rate = raw._learning_rate
+            if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+                wrapped = self.wrapper(raw)
+                later = self._missed(wrapped)  # of one call of a function, whose steps are counted one by one
+                rate = rate(raw._iterations - later - int(wrapped.last_step.applied))
+            return () if callable(rate) else (float(rate),)
 
     def record(self, wrapped: WrappedOptimizer, kind: str) -> None:
         """Make a wrapped optimizer known to the recorder."""

@@ -19,6 +19,7 @@ class ImplicitToyHarness(Harness):
     framework: ClassVar[str] = "toy"
     plugin: ClassVar[str] = "toy.plugin"
     copies: ClassVar[tuple[str, ...]] = ("deepcopy",)
+    tells_rates: ClassVar[bool] = True
 
     def tensor(self, values: Sequence[float], dtype: str) -> Tensor:
         """Make a vector."""
@@ -39,6 +40,10 @@ class ImplicitToyHarness(Harness):
     def optimizer(self, parameters: list[Tensor], momentum: bool) -> Optimizer:
         """Make a raw optimizer."""
         return Optimizer(parameters, lr=0.5, momentum=0.5 if momentum else 0.0)
+
+    def set_rate(self, raw: Optimizer, rate: float) -> None:
+        """Set the only one."""
+        raw.lr = rate
 
     def optimizer_state(self, raw: Optimizer) -> Any:
         """Read counters and momentum."""

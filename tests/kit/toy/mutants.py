@@ -18,7 +18,7 @@ from ampx.session import Amp, sessions
 from ampx.shipping import convert as shipping
 from ampx.shipping.convert import OutputError
 from toy import framework
-from toy.automation import ToyAutomation
+from toy.automation import ToyAutomation, ToyManager
 from toy.explicit import BareToy, ExplicitToy
 from toy.framework import FLOATING
 from toy.implicit import ImplicitToy, ToyOptimizer
@@ -273,6 +273,7 @@ MUTANTS: Final[list[Mutant]] = [
     # Automation.
     room("AutomatesNothing", ToyAutomation, automate=lambda self, run: nullcontext()),
     room("KeepsTheSession", ToyAutomation, automate=lambda self, run: ToyAutomation.automate(stays(run))),
+    patched("KnowsTheFirstRate", ToyManager, "rates_of", lambda true, self, raw: [0.5]),
     # Backends that do what they do not declare.
     verbs("ClaimsBackward", ExplicitToy, capabilities=replace(ExplicitToy.capabilities, sees_backward=True)),
     verbs("OffersWhatIsNone", offers={**Toy.offers, "probe": "toy.numerics:Nothing"}),
