@@ -86,9 +86,9 @@ def test_a_schedule_that_decides_otherwise_is_said_beside_what_is_kept_for_it():
             return replace(super().__call__(trial), rates=((0.1,), (0.01 if low else 0.1,)))
 
     _, result = tuned(Scheduled(("layer3",)))
-    said = "From step 2 of a.py on the learning rate is 0.01, and in float32 0.1: the script's schedule decides by a "
+    said = "From step 2 of a.py on the learning rate is 0.01, and in float32 0.1: the script's schedule may "
     assert [note for note in result["notes"] if "learning rate" in note] == [
-        f"{said}number that was computed in bfloat16."
+        f"{said}decide by a number that was computed in bfloat16."
     ]
     assert not any("learning rate" in note for note in tuned(Pretended(("layer3",)))[1]["notes"])
 
