@@ -332,7 +332,8 @@ def _by_module(batch: Suspect, trials: _Trials) -> Diagnosis | None:
     """
     low, reference, dtype = batch.low, batch.reference, batch.setting.dtype
     assert isinstance(low, Seen)
-    if not batch.parts and not loss_is_wrong(low, reference):
+    is_off = batch.parts or loss_is_wrong(low, reference)
+    if not is_off or not loss_is_wrong(low, trials.compared()):
         return None
     search = Search(Fault("digits", "", low.readings), trials.compared, dtype, trials.again, trials.scale)
     errors = worst_errors(module_errors(reference.readings, low.readings, dtype), "forward")

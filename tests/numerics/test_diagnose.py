@@ -255,7 +255,7 @@ IN_NUMPY = {
     ],
 )
 def test_what_is_not_defined_is_said_with_the_number_it_is_not_defined_for(operation, numbers, says, exact, words):
-    """NumPy, which has a NaN for that number alone, is the oracle, for float32's, too: it is digits if that has none."""
+    """NumPy, which has a NaN for that number alone, is the oracle: of float32, too, it has one, or it is digits."""
     compute = IN_NUMPY.get(operation) or getattr(np, operation)
     with np.errstate(all="ignore"):
         values, healthy = compute(np.array(numbers)), compute(np.array(exact))

@@ -296,6 +296,40 @@ def test_gradients_of_a_step_with_casting_off_are_unscaled_before_they_are_compa
     assert (gradient["value"]["largest"], gradient["float32"]["largest"]) == (512.0, 0.5)
 
 
+@pytest.mark.parametrize("order", ["before", "behind"])
+@pytest.mark.parametrize("carries", [True, False])
+def test_a_gradient_that_a_loss_is_made_of_is_not_divided_by_the_loss_scale(carries, order):
+    """The run that is in float32 from its first step on, which scales nothing, is asked where that may be so."""
+    dtypes = []
+
+    def run(trial):
+        dtypes.append(trial.settings.dtype)
+        scale = 1.0 if trial.settings.dtype == "float32" else 1024.0
+        optimizer = {"kind": "SGD", "place": "", "skipped": [], "scales": [], "initial_scale": scale}
+        facts = {"framework": "toy", "device": "cpu", "level": "O1", "reason": "", "meters": [], "notes": []}
+
+        def read(module, direction, times):
+            value = Stats(2, largest=0.5 * times, smallest=0.25 * times, lowest=0.25 * times)
+            sample = np.array([0.25, 0.5], np.float32) * np.float32(times)
+            return Reading(module, "Linear", "", direction, 0, trial.settings.dtype, value, sample=sample)
+
+        gradient = read("critic", "backward", scale if carries else 1.0)
+        forward = [read("critic", "forward", 1.0), read("penalty", "forward", 1.0)]
+        last = read("penalty", "backward", scale)
+        readings = [forward[0], gradient, forward[1], last] if order == "before" else [*forward, last, gradient]
+        run = {**facts, "dtype": trial.settings.dtype, "steps": 4, "optimizers": [optimizer]}
+        return Outcome(run, (1.0,) * 4, readings={step: tuple(readings) for step in trial.watched}, watches=True)
+
+    options = {"framework": "toy", "at": 3, "run": run}
+    _, result = diagnose_script(Program("a.py"), RunSettings("float16", loss_scale=1024.0), **options)
+    gradients = (entry for entry in result["modules"] if entry["direction"] == "backward")
+    gradient = next(entry for entry in gradients if entry["module"] == "critic")
+    inside = order == "before" and not carries
+    assert gradient["value"]["largest"] == (512.0 if carries else 0.5)
+    assert gradient["float32"]["largest"] == (0.5 if carries or inside else 0.5 / 1024)
+    assert ("float32" in dtypes) == (order == "before")
+
+
 @pytest.mark.parametrize(
     ("losses", "skipped", "raised", "fails"),
     [
@@ -515,7 +549,9 @@ def test_a_schedule_that_a_rounded_number_decides_is_why_a_training_goes_another
     assert result["verdict"].startswith(verdict)
     if diagnosis is not None:
         assert (result["step"], diagnosis.kind, diagnosis.first_nonfinite) == (4, "digits", None)
-        assert "and in float32 0.001: the script's schedule may decide by a number that was computed in" in diagnosis.why
+        assert (
+            "and in float32 0.001: the script's schedule may decide by a number that was computed in" in diagnosis.why
+        )
 
 
 def outcome(losses, rates, skipped=(), dtype="bfloat16"):

@@ -319,6 +319,37 @@ def test_what_flushes_in_front_of_an_operation_that_fails_is_asked_and_no_module
     assert script.runs == 9  # float32, thrice rounded, bfloat16, float32 again, operations, log, softmax
 
 
+def test_what_flushes_elsewhere_is_not_asked_for_an_operation_that_receives_no_zero():
+    """`relu` makes zeros, and what `lgamma` overflows of has none."""
+
+    class Elsewhere(Flushing):
+        denied = frozenset()
+
+        def __call__(self, trial):
+            self.denied |= {*trial.settings.deny}
+            outcome = super().__call__(trial)
+            renamed = {"_softmax": "relu", "log": "lgamma"}
+            return replace(
+                outcome,
+                readings={
+                    step: tuple(
+                        replace(
+                            entry,
+                            operation=renamed.get(entry.operation, entry.operation),
+                            inputs=Stats(4) if entry.operation == "log" else entry.inputs,
+                        )
+                        for entry in own
+                    )
+                    for step, own in outcome.readings.items()
+                },
+            )
+
+    script = Elsewhere()
+    tuned(script)
+    assert "lgamma" in script.denied
+    assert "relu" not in script.denied
+
+
 class Breaking(Pretended):
     """Stands for a script in which `layer3` makes infinities by `mul`, from the second step on where `late`."""
 
