@@ -319,6 +319,24 @@ def test_the_reason_of_a_module_names_what_fails_first_without_it(search, says):
     assert search.runs == 3
 
 
+def test_a_search_says_what_fails_first_without_what_it_keeps():
+    class Searched(SecondHand):
+        framework = device = "toy"
+
+        def smallest_operations(self):
+            return None
+
+        def failing_operations(self, modules):
+            return ()
+
+        def policy_fields(self, kept):
+            return {"deny": [self.reason(name, "an error") for name in kept.modules], "reasons": {"dtype": "it agrees"}}
+
+    assert searched(Searched("norm"), 0).deny == [
+        f"{FAILS_THERE}output of mul in module 'norm' (a.py:3), which fails without it"
+    ]
+
+
 def test_what_fails_first_is_not_looked_for_where_the_runs_are_used_up():
     search = SecondHand()
     search.judged(NOTHING)
