@@ -30,11 +30,11 @@ with torch.no_grad():  # as an earlier training left it, which was sure of the c
     wished = (4.0 if "--twin" in sys.argv else 9.6) * torch.eye(3)
     model[2].weight.copy_(torch.linalg.lstsq(features, wished).solution.T)
     model[2].bias.zero_()
-given = labels.clone()
-given[7] = (given[7] + 1) % 3  # a label that is wrong
+noisy = labels.clone()
+noisy[7] = (noisy[7] + 1) % 3  # a label that is wrong
 losses = []
 for step in range(12):
-    loss = evidential_loss(model(inputs), given, weight=min(1.0, (step + 1) / 10))
+    loss = evidential_loss(model(inputs), noisy, weight=min(1.0, (step + 1) / 10))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
