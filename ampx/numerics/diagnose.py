@@ -29,10 +29,10 @@ from .causes import (
 from .chain import Link, chain
 from .compare import by_key, module_errors, unscaled, worst_errors
 from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model, is_output, ran_before
-from .forcing import kept_in_float32, rounded_alone
+from .forcing import inside, kept_in_float32, rounded_alone
 from .operations import normalised, poles_of
 from .places import WRONG, Place, last_finite
-from .probe import Stats, Step, Watching
+from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
 from .tolerance import percent
 
@@ -340,7 +340,7 @@ def _by_module(batch: Suspect, trials: _Trials) -> Diagnosis | None:
     cure = search.smallest_module([entry.module for entry in errors], _closest(reference))
     if cure is None:
         return None
-    position = max(at for at, entry in enumerate(low.readings) if is_output(entry, [cure.module]))
+    begins, ends = _span(low.readings, cure.module)
     others = ", or what is computed of its output," if cure.widens else ""
     off = percent(loss_error(low, trials.compared()))
     why = (
@@ -348,8 +348,16 @@ def _by_module(batch: Suspect, trials: _Trials) -> Diagnosis | None:
         f"module in float32 {percent(cure.experiment.error)}; no single value was seen to be wrong"
     )
     experiments = [*(entry for entry in search.experiments if entry is not cure.experiment), cure.experiment]
-    fault = Fault("digits", why, low.readings, position, stays_finite=True)
-    return _diagnosis(batch, fault, Change((cure.module,), scale=trials.scale), experiments)
+    fault = Fault("digits", why, low.readings, ends, stays_finite=True)
+    diagnosis = _diagnosis(batch, fault, Change((cure.module,), scale=trials.scale), experiments)
+    # Which values in the module are right is not known.
+    return replace(diagnosis, last_finite=last_finite(low.readings, begins), chain=())
+
+
+def _span(readings: Sequence[Reading], module: str) -> tuple[int, int]:
+    """Return the positions of the first value of a module, or of one in it, and of its last output."""
+    own = [at for at, entry in enumerate(readings) if entry.module == module or inside(entry.module, module)]
+    return own[0], max(at for at in own if is_output(readings[at], [module]))
 
 
 def _closest(reference: Seen) -> float:

@@ -370,6 +370,9 @@ def test_a_loss_of_which_no_value_is_wrong_is_said_of_the_smallest_module_that_c
         ("module:solver",),
         "solver",
     )
+    # Values in the module are right or not: nothing shows which.
+    assert diagnosis.last_finite.module == "encoder"
+    assert diagnosis.chain == ()
     assert diagnosis.why.startswith(words)
     kept = chain.run("bfloat16", float32=("solver",)).replayed.loss
     assert f"with that module in float32 {float(f'{100 * abs(kept / exact - 1):.2g}'):g} %" in diagnosis.why
