@@ -251,9 +251,9 @@ class Search:
     def _producer(self, kept: tuple[str, ...], seen: Seen | None) -> int | None:
         """Return the output of a module that lost what is missed at the place; None where that is lost at the place.
 
-        It is another one if what that returned was wrong already. Or if what was wrong at the place is right now,
-        computed in the low precision as before. Or if the batch is wrong in float32, too, once only that module rounds
-        to the dtype's digits: no float32 behind it helps.
+        It is another one if what that returned was wrong already, or if nothing behind it computes in low precision. Or
+        if what was wrong at the place is right now, computed in the low precision as before. Or if the batch is wrong
+        in float32, too, once only that module rounds to the dtype's digits: no float32 behind it helps.
 
         Args:
             kept: Modules that cure the batch.
@@ -264,8 +264,15 @@ class Search:
         if not self._loses or not ends or _is_part(self._place.module, kept):
             return None
         last = readings[ends[-1]]
-        is_to_blame = self._is_wrong(last) or self._mends_low(kept, seen) or self._fails_rounded(last.module)
+        is_in_it = self._is_wrong(last) or self._is_last_in_low(ends[-1])
+        is_to_blame = is_in_it or self._mends_low(kept, seen) or self._fails_rounded(last.module)
         return ends[-1] if is_to_blame else None
+
+    def _is_last_in_low(self, end: int) -> bool:
+        """Return whether operations computed in low precision up to a position, and none behind it to the place."""
+        assert self._fault.position is not None
+        low = [at for at, entry in enumerate(self._fault.readings[: self._fault.position + 1]) if _computes_low(entry)]
+        return bool(low) and low[-1] <= end
 
     @functools.cached_property
     def _exact(self) -> dict[Key, Reading]:

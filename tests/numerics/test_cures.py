@@ -148,6 +148,19 @@ def test_the_module_that_rounded_what_is_missed_later_is_named_and_not_where_it_
     assert diagnosis.why.startswith("the output of module 'a' loses precision in float16 that is needed later: the ")
 
 
+def test_the_module_in_which_digits_are_lost_is_named_and_not_one_in_float32_that_subtracts_behind_it():
+    """Its output is off by 2 %, and float32's, rounded, would do: the digits are lost in it, one addition at a time."""
+    small = ("flow", "add", lambda x: x + x / 2048)
+    chain = Chain([*[small] * 32, ("shift", "sub", lambda x: x - 12)], [12.0, 12.5], wide=("sub",))
+    exact = chain.run().replayed.loss
+    rounded = chain.run("float32", rounded="flow", bits=8).replayed.loss
+    assert rounded == pytest.approx(exact, rel=0.1)
+    assert chain.smallest_cures("bfloat16") == [("flow",)]
+    diagnosis, _ = chain.examine("bfloat16")
+    assert denied(diagnosis) == ("flow",)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("digits", "flow")
+
+
 def test_the_layer_that_rounds_is_named_and_not_the_module_around_it_that_only_moves_its_numbers():
     steps = [
         ("critic.value", "add", lambda x: x + 2048),
