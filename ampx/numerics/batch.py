@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass
@@ -97,11 +98,19 @@ class Refusal:
     line: str = ""
 
 
+# What stands in front of an error's own words: in MXNet its frames, in Keras the layer. Keras makes words bold.
+_AROUND: Final = ("Traceback ", "Exception encountered when calling ")
+_BOLD: Final = re.compile(r"\x1b\[\d*m")
+
+
 def in_one_line(error: BaseException) -> str:
-    """Return the type and the first line of what was raised, or the last one where that begins with a traceback."""
-    name, lines = type(error).__name__, str(error).strip().splitlines() or ["(no message)"]
-    words = lines[-1] if lines[0].startswith("Traceback ") else lines[0]  # MXNet's own, whose last line has the type
-    return f"{name}: {words.removeprefix(f'{name}: ')}"
+    """Return the type and the first line of what was raised, without what a framework put in front of it."""
+    name = type(error).__name__
+    lines = [line for line in _BOLD.sub("", str(error)).strip().splitlines() if line.strip()] or ["(no message)"]
+    if lines[0].startswith(_AROUND[0]):
+        lines = lines[-1:]  # which has the type, too
+    own = next((line for line in lines if not line.startswith(_AROUND)), lines[0])
+    return f"{name}: {own.strip().removeprefix(f'{name}: ')}"
 
 
 class Batch:

@@ -865,7 +865,8 @@ def _large_data(reference: Seen, position: int | None) -> Fault | None:
 def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     """Say why a framework raises in low precision what it does not raise in float32: for a constant, as a rule.
 
-    The place is one in float32: the first value that the run that raised did not come to.
+    The place is one in float32: the first value that the run that raised did not come to. If another line raised, that
+    is the place, within the same module: what is computed there is not seen.
     """
     readings, form = reference.readings, FORMATS[dtype]
     missed = _missed(refusal.seen, readings)
@@ -873,14 +874,17 @@ def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     # Which casts there are depends on the dtype.
     position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
     if constant is not None:
-        place = Place.of(readings[constant])
-        raised = f"{place} cannot be computed"
-        may = f"the step cannot be computed in {dtype}, and it may be for {place}"
-        why = f"{raised if constant == position else may}: {_constant_beyond(place.value, dtype)} ({refusal.message})"
+        mask = Place.of(readings[constant])
+        raised = f"{mask} cannot be computed"
+        may = f"the step cannot be computed in {dtype}, and it may be for {mask}"
+        why = f"{raised if constant == position else may}: {_constant_beyond(mask.value, dtype)} ({refusal.message})"
         return Fault("mask", why, readings, constant)
-    what = "the step" if position is None else str(Place.of(readings[position]))
-    has_line = position is not None and readings[position].place
-    line = f" ({refusal.line})" if refusal.line and not has_line else ""
+    if position is not None and refusal.line and readings[position].place not in ("", refusal.line):
+        entry = replace(readings[position], operation="", place=refusal.line)
+        readings = (*readings[:position], entry, *readings[position + 1 :])
+    place = None if position is None else Place.of(readings[position])
+    what = str(place) if place is not None and (place.module or place.operation) else "the step"
+    line = f" ({refusal.line})" if refusal.line and refusal.line not in what else ""
     why = f"{what}{line} cannot be computed in {dtype}, only in float32: {refusal.message}"
     return Fault("error", why, readings, position)
 

@@ -789,6 +789,24 @@ def test_an_error_that_begins_with_a_traceback_of_its_own_is_said_in_its_last_wo
     assert in_one_line(RuntimeError(text)) == "RuntimeError: unknown type: 2"
 
 
+def test_an_error_that_keras_wraps_is_said_in_its_own_words():
+    text = "Exception encountered when calling Norm.call().\n\n\x1b[1mRFFT requires float32\x1b[0m\n\nArguments: x"
+    assert in_one_line(ValueError(text)) == "ValueError: RFFT requires float32"
+    assert in_one_line(ValueError("Exception encountered when calling Norm.call().")).endswith("Norm.call().")
+
+
+@pytest.mark.parametrize(
+    ("module", "what"), [("waves", "the output of module 'waves' (train.py:3)"), ("", "the step (train.py:3)")]
+)
+def test_of_what_raises_the_line_is_named_and_not_an_operation_of_the_next(module, what):
+    """What is computed at a line is not seen where it has no real numbers, as of a Fourier transform."""
+    exact = seen(replace(sampled("mul", [1.0], [1.0], "float32", module), place="train.py:4"))
+    diagnosis = examined(Suspect(Refusal("ValueError: no", (), "train.py:3"), exact, Setting("float16", 1.0)))
+    assert diagnosis.why == f"{what} cannot be computed in float16, only in float32: ValueError: no."
+    place = diagnosis.first_nonfinite
+    assert (place.module, place.operation, place.place) == (module, "", "train.py:3")
+
+
 def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to():
     exact = seen(
         sampled("relu", [1.0], [1.0]),
