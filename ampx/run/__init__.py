@@ -58,6 +58,7 @@ from .recorder import (
     LossCurve as LossCurve,
     Recorder as Recorder,
     SampledGradient as SampledGradient,
+    with_weights as with_weights,
 )
 from .run import Automation as Automation, Run as Run, RunSettings as RunSettings
 from .script_code import ScriptCode as ScriptCode

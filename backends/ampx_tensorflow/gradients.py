@@ -74,16 +74,20 @@ def meter_samples(grads: Sequence[Any], variables: Sequence[Any], gradients: boo
 
 def sample(
     grads: Sequence[Any], variables: Sequence[Any], samples: int
-) -> list[tuple[str, tuple[int, ...], Array | None]]:
-    """Return name, shape and a sample of the gradient, None for a sparse one or none, of variables.
+) -> list[tuple[str, tuple[int, ...], Array | None, Array | None]]:
+    """Return name, shape and samples of variables: of the gradient, and of the variable, as they are now.
 
-    Sync: one for each of them.
+    They are None for a sparse gradient or none, and for a variable that is not float32.
+
+    Sync: two for each of them.
     """
     sampled = []
     for grad, variable in zip(grads, variables, strict=False):
         dense = grad is not None and not isinstance(grad, tf.IndexedSlices)
         values = _sample(tf.cast(grad, tf.float32), samples) if dense else None
-        sampled.append((name(variable), tuple(variable.shape), values))
+        stored = tf.convert_to_tensor(variable)
+        weights = _sample(stored, samples) if stored.dtype == tf.float32 else None
+        sampled.append((name(variable), tuple(variable.shape), values, weights))
     return sampled
 
 

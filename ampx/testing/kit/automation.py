@@ -12,7 +12,7 @@ import pytest
 import ampx
 from ampx.backend import Backend, offer
 from ampx.policy import OptLevel
-from ampx.run import Automation, Recorder, Run, RunSettings
+from ampx.run import Automation, Recorder, Run, RunSettings, SampledGradient
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, START, Bench
 from ampx.testing.harness import Chosen
@@ -44,6 +44,11 @@ class Rates:
     def observing(self, run: Run, backend: Backend) -> AbstractContextManager[None]:
         """Return a region that does nothing."""
         return nullcontext()
+
+
+def _listed(weights: Any) -> list[float]:
+    assert weights is not None, "the backend samples no weights"
+    return [float(value) for value in weights]
 
 
 class AutomationTests(KitTests):
@@ -106,6 +111,27 @@ class AutomationTests(KitTests):
         assert seen.rates == [(0.5,), (0.5,), (0.25,), (0.25,)]
         moved = zip(START, FINITE, strict=True)  # by gradient descent
         assert bench.values() == [[a - 1.5 * b for a, b in zip(*pair, strict=True)] for pair in moved]
+
+    @requires("automation")
+    def test_a_watched_run_samples_the_weights_before_each_step(self) -> None:
+        """Those of the step before are left as they were sampled, whatever is written since."""
+        if not self.declares("probe"):
+            pytest.skip("the backend watches nothing")
+        from ampx.numerics.probe import Probe, Watching  # the kit runs without it, too
+
+        run = self._fresh_run()
+        sampled: list[list[SampledGradient]] = []
+        run.recorder.takes_gradients = lambda rows: sampled.append(list(rows))
+        run.recorder.observer = Rates(run.recorder)
+        with self._inside(run), offer(self.backend, Probe).watch(None, Watching()):
+            bench = self.plain()
+            for _ in range(2):
+                bench.train_plainly(FINITE)
+        weights = [[_listed(entry.weights) for entry in step] for step in sampled]
+        moved = [tuple(a - 0.5 * b for a, b in zip(*pair, strict=True)) for pair in zip(START, FINITE, strict=True)]
+        assert weights == [list(map(list, START)), list(map(list, moved))]
+        assert [[entry.shape for entry in step] for step in sampled] == [[(2,), (1,)]] * 2
+        assert len({entry.name for entry in sampled[0]}) == 2
 
     @requires("automation")
     def test_a_session_of_the_script_s_own_is_recorded_and_not_touched(self) -> None:

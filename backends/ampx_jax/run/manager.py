@@ -206,15 +206,22 @@ class JaxManager(Manager[Managed]):
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def look_at(self, kind: str, gradients: Any) -> None:
-        """Look at the gradients of an update in a watched step, where nothing is traced. Sync: one a gradient."""
+    def look_at(self, kind: str, gradients: Any, params: Any) -> None:
+        """Look at an update in a watched step, where nothing is traced: at gradients, and parameters if not None.
+
+        Sync: two a gradient.
+        """
         if not (self.observed and numerics.watched()) or is_traced(gradients):
             return
         recorder = self.run.recorder
         self._watched_update = kind, recorder.steps + 1, gradients
         if recorder.takes_gradients is not None:
+            stored = {name: array for name, array in _named(params).items() if array.dtype == jnp.float32}
             recorder.takes_gradients(
-                SampledGradient(name, tuple(gradient.shape), _sampled(gradient, GRADIENT_SAMPLES))
+                SampledGradient(
+                    *(name, tuple(gradient.shape), _sampled(gradient, GRADIENT_SAMPLES)),
+                    _sampled(stored[name], GRADIENT_SAMPLES) if name in stored else None,
+                )
                 for name, gradient in _named(gradients).items()
             )
 
@@ -559,7 +566,7 @@ def _updating(manager: JaxManager, native: Callable[..., Any], kind: str) -> Cal
         with _inside(manager) as outermost:
             if not outermost or manager.member is None or manager.outcomes is None or not jax.tree.leaves(updates):
                 return native(updates, state, params, **extra)
-            manager.look_at(kind, updates)
+            manager.look_at(kind, updates, params)
             if not manager.member.group.enabled:  # float32: the step counts, and is the script's own
                 manager.outcomes.update(jnp.array(True), manager.rates(state))
                 return manager.applied(params, native(updates, state, params, **extra))
