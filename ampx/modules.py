@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -241,6 +242,17 @@ def name_parameters(
         if len(set(names)) == len(names):
             return dict(zip(seen, names, strict=True))
     return {}
+
+
+def distinct_names(named: Iterable[tuple[str, Any]]) -> dict[int, str]:
+    """Return the names of objects by id; of several with one name, all but the first get a number."""
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+    for name, owner in named:
+        if id(owner) not in names:
+            counts[name] += 1
+            names[id(owner)] = name if counts[name] == 1 else f"{name}#{counts[name]}"
+    return names
 
 
 # -- patterns ----------------------------------------------------------------------------------------------------------

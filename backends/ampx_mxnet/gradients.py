@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ampx.backend import Array
@@ -378,16 +378,23 @@ def meter_samples(trainer: Any, gradients: bool) -> list[Sampled]:
     return sampled
 
 
-def sample(trainer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array, Array | None]]:
+def sample(
+    trainer: Any, samples: int, names: Mapping[int, str]
+) -> list[tuple[str, tuple[int, ...], Array, Array | None]]:
     """Return name, shape and samples, on the first context, of parameters with dense gradients, as they are now.
 
     These are of the gradient, and of the parameter, None where it is not float32.
+
+    Args:
+        trainer: The trainer.
+        samples: So many elements at most.
+        names: The names of parameters by id.
 
     Sync: two for each of them.
     """
     with mx.autograd.pause():
         return [
-            (parameter.name, tuple(parameter.shape), _sample(gradient, samples), _weights(data, samples))
+            (names[id(parameter)], tuple(parameter.shape), _sample(gradient, samples), _weights(data, samples))
             for parameter in parameters(trainer)
             for gradient, data in zip(parameter._grad[:1], parameter._data[:1], strict=True)
         ]

@@ -42,9 +42,8 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
 def names_in_models(optimizers: Iterable[Any]) -> dict[int, str]:
     """Return, by id, a name for each parameter of several wrapped optimizers that no other one of them has."""
     every = list(optimizers)
-    groups = [{"params": group["params"]} for optimizer in every for group in optimizer.param_groups]
-    named = name_parameters(groups, None, [optimizer.masters for optimizer in every])
-    return {id(parameter): name for name, parameter in named}
+    groups = [group for optimizer in every for group in optimizer.param_groups]
+    return modules.distinct_names(name_parameters(groups, None, [optimizer.masters for optimizer in every]))
 
 
 def sample_parameters(

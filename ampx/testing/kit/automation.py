@@ -46,9 +46,9 @@ class Rates:
         return nullcontext()
 
 
-def _listed(weights: Any) -> list[float]:
-    assert weights is not None, "the backend samples no weights"
-    return [float(value) for value in weights]
+def _weights(sampled: SampledGradient) -> list[float]:
+    assert sampled.weights is not None, "the backend samples no weights"
+    return [float(value) for value in sampled.weights]
 
 
 class AutomationTests(KitTests):
@@ -115,23 +115,35 @@ class AutomationTests(KitTests):
     @requires("automation")
     def test_a_watched_run_samples_the_weights_before_each_step(self) -> None:
         """Those of the step before are left as they were sampled, whatever is written since."""
+        first, second = self._sampled(lambda bench: [bench, bench])
+        moved = [[a - 0.5 * b for a, b in zip(*pair, strict=True)] for pair in zip(START, FINITE, strict=True)]
+        assert [_weights(entry) for entry in first] == list(map(list, START))
+        assert [_weights(entry) for entry in second] == moved
+        assert [entry.shape for entry in first] == [(2,), (1,)]
+        assert [entry.name for entry in first] == [entry.name for entry in second]
+
+    @requires("automation")
+    def test_no_two_parameters_of_a_run_are_sampled_by_the_same_name(self) -> None:
+        """Those of several optimizers neither, where these are objects."""
+        objects = self.declares("optimizer objects")
+        steps = self._sampled(lambda bench: [bench, self.plain()] if objects else [bench])
+        names = [entry.name for step in steps for entry in step]
+        assert len(set(names)) == len(names) == (4 if objects else 2)
+
+    def _sampled(self, benches: Callable[[Bench], Sequence[Bench]]) -> list[list[SampledGradient]]:
+        """Train benches in a watched run, each once; return what was sampled, by step."""
         if not self.declares("probe"):
             pytest.skip("the backend watches nothing")
         from ampx.numerics.probe import Probe, Watching  # the kit runs without it, too
 
         run = self._fresh_run()
         sampled: list[list[SampledGradient]] = []
-        run.recorder.takes_gradients = lambda rows: sampled.append(list(rows))
+        run.recorder.takes_gradients = lambda entries: sampled.append(list(entries))
         run.recorder.observer = Rates(run.recorder)
         with self._inside(run), offer(self.backend, Probe).watch(None, Watching()):
-            bench = self.plain()
-            for _ in range(2):
+            for bench in benches(self.plain()):
                 bench.train_plainly(FINITE)
-        weights = [[_listed(entry.weights) for entry in step] for step in sampled]
-        moved = [tuple(a - 0.5 * b for a, b in zip(*pair, strict=True)) for pair in zip(START, FINITE, strict=True)]
-        assert weights == [list(map(list, START)), list(map(list, moved))]
-        assert [[entry.shape for entry in step] for step in sampled] == [[(2,), (1,)]] * 2
-        assert len({entry.name for entry in sampled[0]}) == 2
+        return sampled
 
     @requires("automation")
     def test_a_session_of_the_script_s_own_is_recorded_and_not_touched(self) -> None:
