@@ -747,9 +747,9 @@ def rounding_fault(readings: Sequence[Reading], rounded: Mapping[str, int], dtyp
 def rounding_in_words(rounded: Mapping[str, int], dtype: str) -> str:
     """Say that a run rounds weights, which `rounded_weights` returns; no final stop."""
     return (
-        f"weights are stored in float32, and hold numbers of {dtype} only since step {min(rounded.values())} "
-        f"({listed_names([*rounded])}), which in a float32 run they do not: what is written back to them was rounded "
-        f"to {dtype}, and smaller updates are rounded away"
+        f"the weights {listed_names([*rounded])} are stored in float32, and from step {min(rounded.values())} on they "
+        f"hold nothing but numbers of {dtype}, which they do not in a float32 run: what is written back to them was "
+        f"rounded, and smaller updates are rounded away"
     )
 
 
