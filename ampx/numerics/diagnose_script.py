@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+
+from ampx.backend import Array
 from ampx.errors import TrialError
 from ampx.formats import digits_of
 from ampx.modules import owner_of
-from ampx.run import RunSettings
+from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import origin
 from ampx.run.program import Program
 
@@ -24,8 +27,8 @@ from .diagnose import SAMPLES, Diagnosis, Setting, Suspect, examined
 from .forcing import kept_in_float32
 from .meter import LOST
 from .places import WRONG, Place, cast_by_hand, of_the_step, outermost
-from .probe import Reading, Replayed, Watching
-from .rounding import is_rounded
+from .probe import Reading, Replayed, Stats, Watching
+from .rounding import describe, is_rounded
 from .tolerance import Distance, by_rounding, percent, rounding
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
 
@@ -608,10 +611,23 @@ def _seen(outcome: Outcome, step: int) -> Seen:
     """Return a step of a script as a replay."""
     trained = outcome.gradients.get(step, ())
     gradients = {entry.name: entry.values for entry in trained if entry.values is not None}
-    replayed = Replayed(_loss(outcome, step), gradients, {})
+    replayed = Replayed(_loss(outcome, step), gradients, _weights(trained))
     losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
     skipped = step in outcome.skipped
     return Seen(replayed, of_the_step(outcome.readings[step]), skipped, max(losses, default=0.0))
+
+
+def _weights(trained: Sequence[SampledGradient]) -> dict[str, Stats]:
+    """Return the numbers of the samples of weights: in JAX also those by which a step differentiates before its update.
+
+    Of these only what an update trains are weights.
+    """
+    updated = {(entry.name, entry.shape) for entry in trained if entry.values is not None}
+    samples: dict[str, list[Array]] = {}
+    for entry in trained:
+        if entry.weights is not None and (entry.name, entry.shape) in updated:
+            samples.setdefault(entry.name, []).append(entry.weights)
+    return {name: describe(np.concatenate(own)) for name, own in samples.items()}
 
 
 def _of_values(reference: Seen, scale: float) -> Seen:

@@ -558,6 +558,29 @@ def test_weights_that_a_run_writes_back_rounded_are_named_with_what_cures_it(toy
     assert ("updates are rounded away" in words) == (begin[0] == 0.3), words
 
 
+BREAKS = """
+from toy import framework as toy
+weight = toy.Tensor([0.5, 0.25], parameter=True)
+optimizer = toy.Optimizer([weight], lr=0.001)
+model = toy.Module(layer=toy.Dense(weight))
+for step in range(6):
+    data = toy.Tensor([1.0, 1.0])
+    if step == 3:
+        BROKEN.data = (float("nan"), 0.25)
+    toy.total(model(data)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("broken", "kind"), [("weight", "weights"), ("data", "data")])
+def test_weights_that_are_not_finite_before_a_step_are_named_and_no_batch(toy_script, broken, kind):
+    program = toy_script(BREAKS.replace("BROKEN", broken))
+    diagnosis, result = diagnose_script(program, RunSettings("bfloat16"), framework="toy")
+    assert (result["step"], diagnosis.kind, diagnosis.float32_fails) == (4, kind, True)
+    assert ("the weights are not finite already (layer.weight)" in diagnosis.why) == (broken == "weight")
+
+
 def test_the_owner_of_a_parameter_is_the_innermost_module_that_its_name_holds():
     modules = ["", "spectral", "spectral.dense", "score", "Critic:", "Critic:score"]
     owners = {

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
@@ -216,14 +216,26 @@ class JaxManager(Manager[Managed]):
         recorder = self.run.recorder
         self._watched_update = kind, recorder.steps + 1, gradients
         if recorder.takes_gradients is not None:
-            stored = {name: array for name, array in _named(params).items() if array.dtype == jnp.float32}
+            stored = _named(params)
             recorder.takes_gradients(
                 SampledGradient(
                     *(name, tuple(gradient.shape), _sampled(gradient, GRADIENT_SAMPLES)),
-                    _sampled(stored[name], GRADIENT_SAMPLES) if name in stored else None,
+                    _weights(stored.get(name)),
                 )
                 for name, gradient in _named(gradients).items()
             )
+
+    def sample_differentiated(self, inputs: Sequence[Any], argnums: int | Sequence[int]) -> None:
+        """Sample what is differentiated by in a watched step: weights, as far as an update has others of their names.
+
+        Sync: one an array.
+        """
+        takes = self.run.recorder.takes_gradients
+        chosen = [inputs[argnums]] if isinstance(argnums, int) else [inputs[position] for position in argnums]
+        if takes is None or not numerics.watched() or is_traced(chosen):
+            return
+        arrays = [(name, array) for tree in chosen for name, array in _named(tree).items()]
+        takes(SampledGradient(name, tuple(array.shape), None, _weights(array)) for name, array in arrays)
 
     def applied(self, params: Any, returned: tuple[Any, Any]) -> tuple[Any, Any]:
         """Meter the update of a watched step where the parameters are known; return what the update returned."""
@@ -354,6 +366,11 @@ def _named(tree: Any) -> dict[str, Any]:
     return {states.path_name(path): leaf for path, leaf in leaves if is_floating(leaf)}
 
 
+def _weights(array: Any | None) -> Any:
+    """Sample weights in float32; None for others. Sync: one."""
+    return None if array is None or array.dtype != jnp.float32 else _sampled(array, GRADIENT_SAMPLES)
+
+
 def _sampled(array: Any, samples: int) -> Any:
     values = np.ravel(np.asarray(array))
     return values[:: stride(values.size, samples)].astype(np.float32)
@@ -443,6 +460,8 @@ def _differentiating(manager: JaxManager, native: Callable[..., Any], values: bo
                 scale = None if options.get("holomorphic") else manager.scale()
                 if scale is None and not (manager.run.recorder.reads_losses or numerics.watched()):
                     return cast_derivative(*inputs, **named)
+                if manager.run.recorder.takes_gradients is not None:
+                    manager.sample_differentiated(inputs, options.get("argnums", 0))
                 outputs, grads = _read(differentiate)(scale, inputs, named)
             manager.note_loss(outputs[0] if aux else outputs)
             if values:
