@@ -386,7 +386,7 @@ diagnose`, `ampx tune`, `ampx compare` and the frameworks' own tools say of each
 was measured with the framework alone, and written down before a tool saw the script. Models are those of libraries
 where these have one. Every script has a healthy twin, which differs by its data, its weights or a formula.
 
-The rules of the debugger were found on the first scripts of each framework. Those *written after the tools*, in three
+The rules of the debugger were found on the first scripts of each framework. Those *written after the tools*, in four
 sets, come from authors who had not read the rules. At the **first** run over each set, with the rules found so far:
 
 | set | scripts | tool | right | silent | wrong | twins accused |
@@ -400,11 +400,16 @@ sets, come from authors who had not read the rules. At the **first** run over ea
 | third | 20 | `diagnose` | 11 | 1 | 8 | 0 |
 | | | `tune` | 19 | 0 | 1 | 1 |
 | | | `compare` | 17 | 0 | 3 | 0 |
+| fourth | 21 | `diagnose` | 16 | 2 | 3 | 0 |
+| | | `tune` | 18 | 0 | 3 | 0 |
+| | | `compare` | 18 | 2 | 1 | 0 |
 
-That is what to expect of a script of your own. In the second set, three scripts of TensorFlow and their twins were
-refused on a CPU, and one of MXNet failed by a fault of the test kit. In six of the eight wrong diagnoses of the third
-set, the values are described truly, but the kind of the fault or the module is another than on record. The rows below
-show the rules as mended since.
+The last of them is what to expect of a script of your own: `diagnose` is right in 76 %, `tune` and `compare` in 86 %.
+The authors of the fourth set had the [table of kinds](../how-to/loss-is-nan.md#what-it-may-say) before them, and named
+every kind that is true by it. In the second set, three scripts of TensorFlow and their twins were refused on a CPU, and
+one of MXNet failed by a fault of the test kit. In six of the eight wrong diagnoses of the third set, the values are
+described truly, but the kind of the fault or the module is another than on record. The rows below show the rules as
+mended since.
 
 | mark | verdict | meaning |
 | --- | --- | --- |
