@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 from ampx.formats import FORMATS, Format
 
 from .batch import Refusal, Seen
-from .compare import Key, by_key, error_of, key_of, listed_names, unscaled
+from .compare import Key, by_key, carries_scale, error_of, key_of, listed_names, unscaled
 from .operations import family, normalised, poles_of, reaches
 from .places import (
     WRONG,
@@ -61,6 +61,7 @@ _DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "rminus", "
 _BOUNDS: Final = frozenset({"clamp", "clampmin", "clip", "clipbyvalue", "maximum", "max"})
 # Of finite numbers NaN for 0/0 only.
 _QUOTIENTS: Final = frozenset({"div", "divide", "truedivide", "realdiv", "rdiv"})
+_PRODUCTS: Final = frozenset({"mul", "multiply", "times"})
 _POWERS: Final = frozenset({"pow", "power", "rpower", "powx"})
 
 Cause: TypeAlias = tuple[Kind, str]
@@ -372,16 +373,27 @@ def _division(case: Case) -> Cause | None:
 
 def _undefined(case: Case) -> Cause | None:
     place, reference = case.place, case.reference
-    if family(place.operation) not in ("logarithm", "root") or not place.value.nan:
+    outside = _outside(place.operation, place.inputs) if place.value.nan else None
+    if outside is None:
         return None
-    below, *above = poles_of(place.operation)
-    number = place.inputs.lowest if place.inputs.lowest < below else place.inputs.largest
-    if below <= number <= min(above, default=math.inf):
-        return None
+    end, number = outside
     what = f"is NaN: {place.operation} of {number:.3g} is not defined"
-    if not below and reference is not None and reference.inputs.lowest >= 0 and case.cancelled is not None:
+    if reference is None or not reference.inputs.elements or _outside(place.operation, reference.inputs):
+        return "logarithm", what
+    if number < 0 <= reference.inputs.lowest and case.cancelled is not None:
         return "digits", f"{what}, because {_of_difference(case.cancelled, case.dtype)}"
-    return "logarithm", what
+    exact = getattr(reference.inputs, end)
+    return "digits", f"{what}: its {end} input is {exact:.6g} in float32, and loses precision in {case.dtype} before"
+
+
+def _outside(operation: str, inputs: Stats) -> tuple[str, float] | None:
+    """Return at which end numbers are outside of what an operation is defined for, and that number; None for inside."""
+    if family(operation) not in ("logarithm", "root") and normalised(operation) != "rsqrt":
+        return None
+    below, *above = poles_of(operation)
+    if inputs.lowest < below:
+        return "lowest", inputs.lowest
+    return ("largest", inputs.largest) if inputs.largest > min(above, default=math.inf) else None
 
 
 def _logarithm(case: Case) -> Cause | None:
@@ -543,8 +555,8 @@ def flush_fault(settled: Seen, reference: Seen, dtype: str) -> Fault | None:
     position = first_flushed(settled, exact)
     what = "gradients underflow" if position is None else f"{Place.of(settled.readings[position])} underflows"
     why = (
-        f"{what} to zero in {dtype}, even at the largest loss scale at which none overflows: most of the gradient of "
-        f"{listed_names(flushed)} is lost"
+        f"{what} to zero in {dtype}, even at the largest loss scale tried at which none overflows: most of the "
+        f"gradient of {listed_names(flushed)} is lost"
     )
     return Fault("flush", why, settled.readings, position)
 
@@ -608,7 +620,8 @@ def gradient_fault(low: Seen, reference: Seen, dtype: str, scale: float) -> Faul
     if position is None:
         return None
     place, other = low.readings[position], exact[key_of(readings[position])]
-    underflows = flushes(place.value, other.value) and other.value.smallest * scale <= FORMATS[dtype].flushes_to
+    factor = scale if carries_scale(place, scale, other) else 1.0
+    underflows = flushes(place.value, other.value) and other.value.smallest * factor <= FORMATS[dtype].flushes_to
     what, error = "underflows" if underflows else "loses precision", percent(error_of(readings[position], other))
     why = f"{Place.of(place)} {what}: it is {error} from float32's, and the forward pass of this step agrees"
     return Fault("flush" if underflows else "digits", why, low.readings, position)
@@ -752,8 +765,20 @@ def _masked_row(reference: Seen, position: int | None, growth: Growth | None) ->
     if row is None:
         return None
     place = reference.readings[row]
-    why = f"{Place.of(place)} is NaN: all of a row is masked by -inf, and what remains is 0/0, in float32, too"
+    why = f"{Place.of(place)} is NaN: {_of_infinities(place)}, in float32, too"
     return Fault("mask", why, reference.readings, row)
+
+
+def _of_infinities(place: Reading) -> str:
+    """Return how an operation makes NaN of the infinities of a mask."""
+    word = normalised(place.operation or place.kind)
+    if place.direction == "forward" and ("softmax" in word or "attention" in word):
+        return "all of a row is masked by -inf, and what remains is 0/0"
+    if word in _PRODUCTS:
+        return "an infinity of a mask is multiplied by zero"
+    if word in _DIFFERENCES:
+        return "infinities of a mask are subtracted from each other, as where all of a row is masked"
+    return "of the infinities of a mask it computes what is not defined"
 
 
 def _received(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:

@@ -215,8 +215,17 @@ def unscaled(readings: Sequence[Reading], scale: float, exact: Sequence[Reading]
 def _unscaled(entry: Reading, scale: float, other: Reading | None) -> Reading:
     if entry.direction == "forward" or entry.sample is None:
         return entry
+    if entry.sample is None or not carries_scale(entry, scale, other):
+        return entry
+    return replace(entry, sample=entry.sample / np.float32(scale))
+
+
+def carries_scale(entry: Reading, scale: float, other: Reading | None) -> bool:
+    """Return whether a value is a gradient that carries the loss scale, as far as is known: see `unscaled`."""
+    if entry.direction == "forward" or entry.sample is None:
+        return entry.direction == "backward"
     divided = replace(entry, sample=entry.sample / np.float32(scale))
-    return entry if error_of(entry, other) < error_of(divided, other) else divided
+    return error_of(entry, other) >= error_of(divided, other)
 
 
 def error_of(entry: Reading, other: Reading | None) -> float:

@@ -106,6 +106,21 @@ class Experiment:
         return f"{self.change}: loss {self.loss:.4g}, {finite}{off}{later}"
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A module that cures by itself.
+
+    Attributes:
+        module: Its name.
+        widens: An operation outside of it, which computed in low precision, computes in float32 with it.
+        experiment: What came out.
+    """
+
+    module: str
+    widens: bool
+    experiment: Experiment
+
+
 # Runs the batch with a change; it is passed the names of all modules, too.
 Again: TypeAlias = Callable[[Change, Sequence[str]], "Seen | Refusal"]
 
@@ -140,6 +155,36 @@ class Search:
         if self._fault.kind == "loss scale" and settled is not None:
             self.experiments.append(self._judged(Change(scale=self._scale), settled))
         return self._in_float32() if self._fault.kind in PRECISION and not self._fault.by_hand else None
+
+    def smallest_module(self, names: Sequence[str], closest: float) -> Alone | None:
+        """Return the smallest module that alone cures a loss; None where none of those tried does.
+
+        Those that are in no other are tried first, a few of them; then those inside of what cures. One of these is
+        passed over if it widens something beside it: which of the two cures is not known.
+
+        Args:
+            names: Of modules, the likeliest first.
+            closest: How far the loss may then be from float32's, relative to it.
+        """
+        cure: Alone | None = None
+        while cure is None or not cure.widens:
+            parts = parts_of("" if cure is None else cure.module, names)[:TRIES]
+            tried = (self._alone(module) for module in parts)
+            part = next((part for part in tried if part is not None and part.experiment.error < closest), None)
+            if part is None or (cure is not None and part.widens):
+                break
+            cure = part
+        return cure
+
+    def _alone(self, module: str) -> Alone | None:
+        """Keep only a module in float32; None where that does not cure."""
+        seen = self._run(Change((module,), scale=self._scale))
+        if seen is None or not self.experiments[-1].cures:
+            return None
+        now = by_key(seen.readings)
+        low = (key_of(entry) for entry in _operations_outside([module], self._fault.readings) if _computes_low(entry))
+        widens = any(key in now and not is_low(now[key]) for key in low)
+        return Alone(module, widens, self.experiments[-1])
 
     def _in_float32(self) -> Change | None:
         """Keep more and more modules in float32."""
@@ -215,7 +260,7 @@ class Search:
             seen: The batch with these in float32.
         """
         readings = self._fault.readings
-        ends = [at for at, entry in enumerate(readings[: self._fault.position]) if _is_output(entry, kept)]
+        ends = [at for at, entry in enumerate(readings[: self._fault.position]) if is_output(entry, kept)]
         if not self._loses or not ends or _is_part(self._place.module, kept):
             return None
         last = readings[ends[-1]]
@@ -312,6 +357,12 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
     return next(before, around if around not in kept else None) or None
 
 
+def parts_of(outer: str, names: Sequence[str]) -> list[str]:
+    """Return the modules that are directly inside of another; of `""` those that are directly inside of a model."""
+    within = [name for name in names if name.rpartition(":")[2] and (not outer or inside(name, outer))]
+    return [name for name in within if not any(inside(name, other) for other in within)]
+
+
 def low_operation(readings: Sequence[Reading], position: int) -> int | None:
     """Return the position of the operation at a place, or else before it in the same module, in low precision."""
     module = readings[position].module
@@ -351,7 +402,8 @@ def _operations_outside(modules: Sequence[str], readings: Sequence[Reading]) -> 
     return [entry for entry in forward if not _is_part(entry.module, modules)]
 
 
-def _is_output(entry: Reading, modules: Sequence[str]) -> bool:
+def is_output(entry: Reading, modules: Sequence[str]) -> bool:
+    """Return whether a value is what one of some modules returns."""
     return entry.direction == "forward" and not entry.operation and entry.module in modules
 
 

@@ -14,15 +14,27 @@ from ampx.formats import FORMATS, Format
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, INIT_SCALE, Batch, Refusal, Seen, fitting_scale, in_one_line, plain
-from .causes import Fault, Growth, Kind, find_fault, flush_fault, gradient_fault, refusal_fault, schedule_fault
+from .causes import (
+    Fault,
+    Growth,
+    Kind,
+    find_fault,
+    flush_fault,
+    gradient_fault,
+    loss_error,
+    loss_is_wrong,
+    refusal_fault,
+    schedule_fault,
+)
 from .chain import Link, chain
-from .compare import by_key, unscaled
-from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model, ran_before
-from .forcing import kept_in_float32, rounded_alone
+from .compare import by_key, module_errors, unscaled, worst_errors
+from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model, is_output, ran_before
+from .forcing import inside, kept_in_float32, rounded_alone
 from .operations import normalised, poles_of
 from .places import WRONG, Place, last_finite
-from .probe import Stats, Step, Watching
+from .probe import Reading, Stats, Step, Watching
 from .risks import Risk, risks
+from .tolerance import percent
 
 # Elements of each value that are compared with float32's.
 SAMPLES: Final = 1024
@@ -296,7 +308,8 @@ def examined(batch: Suspect) -> Diagnosis:
     """Say where a batch first fails, and why."""
     fault, trials = batch.fault(), batch.trials()
     if fault is None:
-        return _if_cured(batch, batch.gradient_fault(), trials)
+        diagnosis = _if_cured(batch, batch.gradient_fault(), trials)
+        return diagnosis if diagnosis.kind != "healthy" or trials is None else _by_module(batch, trials) or diagnosis
     if trials is None or fault.kind not in PRECISION:
         return _concluded(batch, fault, trials)
     trials = trials.at_scale(batch.setting)
@@ -311,9 +324,48 @@ def examined(batch: Suspect) -> Diagnosis:
 def _if_cured(batch: Suspect, fault: Fault | None, trials: _Trials | None) -> Diagnosis:
     """Say which gradient is wrong or zero, if a change cures it: nothing else shows that it is a fault."""
     diagnosis = _concluded(batch, fault, trials)
-    clear = min(_CLEAR, batch.reference.tolerance or _CLEAR)
-    cured = any(entry.cures and entry.error < clear for entry in diagnosis.experiments)
+    cured = any(entry.cures and entry.error < _closest(batch.reference) for entry in diagnosis.experiments)
     return diagnosis if diagnosis.deny and cured else _concluded(batch, None, trials)
+
+
+def _by_module(batch: Suspect, trials: _Trials) -> Diagnosis | None:
+    """Name the smallest module with which in float32 a wrong loss is right, though no value is seen to be wrong.
+
+    None where the loss is right, or no module cures it.
+    """
+    low, reference, dtype = batch.low, batch.reference, batch.setting.dtype
+    assert isinstance(low, Seen)
+    is_off = batch.parts or loss_is_wrong(low, reference)
+    if not is_off or not loss_is_wrong(low, trials.compared()):
+        return None
+    search = Search(Fault("digits", "", low.readings), trials.compared, dtype, trials.again, trials.scale)
+    errors = worst_errors(module_errors(reference.readings, low.readings, dtype), "forward")
+    cure = search.smallest_module([entry.module for entry in errors], _closest(reference))
+    if cure is None:
+        return None
+    begins, ends = _span(low.readings, cure.module)
+    others = ", or what is computed of its output," if cure.widens else ""
+    off = percent(loss_error(low, trials.compared()))
+    why = (
+        f"module {cure.module!r}{others} loses precision in {dtype}: the loss is {off} from float32's, and with that "
+        f"module in float32 {percent(cure.experiment.error)}; no single value was seen to be wrong"
+    )
+    experiments = [*(entry for entry in search.experiments if entry is not cure.experiment), cure.experiment]
+    fault = Fault("digits", why, low.readings, ends, stays_finite=True)
+    diagnosis = _diagnosis(batch, fault, Change((cure.module,), scale=trials.scale), experiments)
+    # Which values in the module are right is not known.
+    return replace(diagnosis, last_finite=last_finite(low.readings, begins), chain=())
+
+
+def _span(readings: Sequence[Reading], module: str) -> tuple[int, int]:
+    """Return the positions of the first value of a module, or of one in it, and of its last output."""
+    own = [at for at, entry in enumerate(readings) if entry.module == module or inside(entry.module, module)]
+    return own[0], max(at for at in own if is_output(readings[at], [module]))
+
+
+def _closest(reference: Seen) -> float:
+    """Return how close to float32's a loss is that was cured: noise does not bring it there."""
+    return min(_CLEAR, reference.tolerance or _CLEAR)
 
 
 @dataclass(frozen=True)
@@ -355,12 +407,19 @@ class _Trials:
 
 def _concluded(batch: Suspect, fault: Fault | None, trials: _Trials | None) -> Diagnosis:
     """Return the diagnosis of a fault, after trying what may cure it."""
+    fault = fault or Fault("healthy", f"the loss and all gradients are finite in {batch.setting.dtype}")
+    producer, cure, experiments = _tried(fault, batch.setting.dtype, trials)
+    return _diagnosis(batch, producer, cure, experiments, fault)
+
+
+def _diagnosis(
+    batch: Suspect, fault: Fault, cure: Change | None, experiments: Sequence[Experiment], shown: Fault | None = None
+) -> Diagnosis:
+    """Return the diagnosis of a fault, with what was tried; `shown` is where it shows, if that is elsewhere."""
     setting, reference = batch.setting, batch.reference
     low = batch.low if isinstance(batch.low, Seen) else None
-    fault = fault or Fault("healthy", f"the loss and all gradients are finite in {setting.dtype}")
     fails = not reference.finite and not fault.by_hand
-    links = _links(fault, low, reference, setting)
-    fault, cure, experiments = _tried(fault, setting.dtype, trials)
+    links = _links(shown or fault, low, reference, setting)
     place, position = fault.place, fault.position
     return Diagnosis(
         fault.kind,

@@ -21,7 +21,7 @@ from ampx.run.program import Program
 
 from .batch import INIT_SCALE, Refusal, Seen, plain, scaled
 from .causes import Fault, Growth, loss_error
-from .compare import bound, by_key, key_of, listed_names, module_errors, unscaled
+from .compare import bound, by_key, carries_scale, key_of, listed_names, module_errors, unscaled
 from .cures import Change, entry_in_every_model
 from .diagnose import SAMPLES, Diagnosis, Setting, Suspect, examined
 from .forcing import kept_in_float32
@@ -275,8 +275,8 @@ def decided(rates: tuple[int, float, float], dtype: str) -> str:
     """Return in words what `rates_part` returns."""
     _, low, exact = rates
     return (
-        f"the learning rate is {low:.2g}, and in float32 {exact:.2g}: the script's schedule decides by a number that "
-        f"was computed in {dtype}"
+        f"the learning rate is {low:.2g}, and in float32 {exact:.2g}: the script's schedule may decide by a number "
+        f"that was computed in {dtype}"
     )
 
 
@@ -322,7 +322,7 @@ def _look_at(
     if what == "loss" and first is not None and math.isfinite(_loss(low, step)):
         notes.append(f"The loss was finite when the step was run again: the script {DIFFERS}.")
     diagnosis, reference = runs.examined(low)
-    low_step, exact_step = runs.seen(low), _of_values(_seen(reference, step), reference.scale_at(step))
+    low_step, exact_step = runs.seen(low), runs.of_values(_seen(reference, step), reference)
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     notes += lost_updates(low)
@@ -380,7 +380,7 @@ class Runs:
                 f"{' in '.join(reference.raised or ())}; accepted: a script that trains in float32. Mend that first: "
                 f"float32 does not cure it."
             )
-        exact_step = _of_values(exact_step, reference.scale_at(step))
+        exact_step = self.of_values(exact_step, reference)
         # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
         fails = isinstance(low_step, Refusal) or not low_step.finite
         parts = self._parting.is_wrong(step)
@@ -469,6 +469,17 @@ class Runs:
             both = {"watched": steps, "gradients": steps, "steps": self._step + _LATER}
             self._whole = self.run("in float32 from the first step on", both, dtype="float32")
         return self._whole
+
+    def of_values(self, seen: Seen, reference: Outcome) -> Seen:
+        """Return the step in float32 with the gradients of its values: with casting off in one step, they are scaled.
+
+        Those that a loss is made of are not, and are computed before it is: the run that scales nothing tells them.
+        """
+        scale, forward = reference.scale_at(self._step), [entry.direction == "forward" for entry in seen.readings]
+        may_be_inside = scale != 1 and not all(forward[: forward.count(True)])
+        others = by_key(self.whole().readings.get(self._step, ()) if may_be_inside else ())
+        readings = (_of_value(entry, scale, others.get(key_of(entry))) for entry in seen.readings)
+        return replace(seen, readings=tuple(readings))
 
     def compared(self) -> Seen:
         """Return the step of the run that is in float32 from its first step: a change holds in all steps, too."""
@@ -630,16 +641,14 @@ def _weights(trained: Sequence[SampledGradient]) -> dict[str, Stats]:
     return {name: describe(np.concatenate(own)) for name, own in samples.items()}
 
 
-def _of_values(reference: Seen, scale: float) -> Seen:
-    """Return a step in float32 with the gradients of its values: where casting is off in one step, they are scaled."""
-    sizes = ("largest", "smallest", "lowest")
-    readings = tuple(
-        replace(entry, value=replace(entry.value, **{name: getattr(entry.value, name) / scale for name in sizes}))
-        if entry.direction == "backward"
-        else entry
-        for entry in unscaled(reference.readings, scale)
+def _of_value(entry: Reading, scale: float, other: Reading | None) -> Reading:
+    """Return a reading without the loss scale, where it carries that."""
+    if not carries_scale(entry, scale, other):
+        return entry
+    value = replace(
+        entry.value, **{name: getattr(entry.value, name) / scale for name in ("largest", "smallest", "lowest")}
     )
-    return replace(reference, readings=readings)
+    return replace(entry, value=value, sample=None if entry.sample is None else entry.sample / np.float32(scale))
 
 
 def _fails_after(outcome: Outcome, step: int) -> bool:

@@ -598,13 +598,13 @@ def _nothing_watched(trial: Trial, outcome: Outcome) -> str:
 def _before_failing(readings: Sequence[Reading]) -> list[str]:
     """Return the operations that make zeros between a module and the first operation that fails, the last in front.
 
-    They may have flushed what that needs, such as a softmax in front of a logarithm.
+    They may have flushed what that needs, such as a softmax in front of a logarithm: not where it receives no zero.
     """
     first = next(iter(failing(readings)), None)
     names: list[str] = []
     for entry in readings:
         if first is not None and entry.operation == first:
-            return names[::-1]
+            return names[::-1] if entry.inputs.zeros else []
         if not entry.operation:
             names = []
         elif entry.value.zeros > entry.inputs.zeros:

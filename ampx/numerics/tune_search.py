@@ -146,7 +146,7 @@ class Search(abc.ABC, Generic[Run]):
         failures: By what was kept in float32, by what that run is too far off; empty where it agrees.
         recalled: Verdicts of a search for the same that was interrupted: they take the place of runs.
         without: By module or operation that is kept, by what a run is too far off that lacks only this.
-        hands_on: By module that is kept for what fails behind it, in words where that is.
+        hands_on: By module that is kept for what fails outside of it, in words what and when that fails.
         module_of: By operation that is kept, in which module it fails, where that is known.
     """
 
@@ -308,6 +308,11 @@ class Search(abc.ABC, Generic[Run]):
             self._looks[kept, step] = self.look(kept, step)
         return self._looks[kept, step]
 
+    def unseen(self, kept: Kept) -> int:
+        """Return how many runs `fault` takes."""
+        step = self.step_of.get(kept, 1)
+        return sum((each, step) not in self._looks for each in (kept, None))
+
     def failing(self, kept: Kept) -> Seen:
         """Return the step in which a run with this in float32 fails."""
         return self.seen(kept, self.step_of.get(kept, 1))
@@ -442,6 +447,19 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
     return fault if is_wide else None
 
 
+def name_what_fails(search: Search[Any], kept: Kept) -> None:
+    """Note what fails first without a module, and outside of it, as far as there are runs left to look."""
+    for name in [] if search.simulated else sorted(kept.modules - search.hands_on.keys()):
+        fewer = kept.without(name)
+        if not search.affords(len(kept.entries), search.unseen(fewer)):
+            continue
+        fault = search.fault(fewer)
+        if fault is None or fault.place is None or name == fault.place.module or inside(fault.place.module, name):
+            continue
+        if not _is_wrong_before(search, fault, name, search.step_of.get(fewer, 1)):
+            search.hands_on[name] = f"{Place.of(fault.place)}, which fails without it"
+
+
 def _is_wrong_before(search: Search[Any], fault: Fault, name: str, step: int) -> bool:
     """Return whether a module has returned something wrong before the place of a fault in a step."""
     exact = {key_of(entry): entry for entry in search.seen(None, step).readings}
@@ -483,6 +501,7 @@ def searched(search: Search[Any], repeats: int) -> TunedPolicy:
     if kept is None:
         return _as_far(search, NOTHING, search.policy(**search.hopeless(whole)))
     kept = at_fault(search, kept)
+    name_what_fails(search, kept)
     policy = search.policy(
         dtype=search.dtype,
         level="O1",

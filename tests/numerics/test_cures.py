@@ -324,3 +324,85 @@ def test_a_change_says_in_words_what_it_changes():
     assert str(Change(("a", "b"), scale=8.0)) == "with modules 'a' and 'b' in float32, at a loss scale of 8"
     assert str(Change(operations=("exp",), dtype="bfloat16")) == "with operation 'exp' in float32, in bfloat16"
     assert str(Change()) == ""
+
+
+STEPS = 512
+
+
+def growing(inner="", outside=(), encoder=lambda x: x):
+    """Return a chain that grows by a quarter in steps of less than half a digit of bfloat16, or by none.
+
+    Its loss is wrong, and each of its values is off by no more than so many roundings explain. `inner` computes what is
+    added, and what stands outside adds more of the same.
+    """
+    small = ("solver", "add", lambda x: x + x / 2048)
+    steps = [("encoder", "mul", encoder), *[small] * STEPS]
+    if inner:
+        adds = ("solver", "add", lambda x: x + x / 2048)
+        steps = [("encoder", "mul", encoder), *[(f"solver.{inner}", "tanh", np.copy), adds] * STEPS]
+    return Chain([*steps, *[(name, *small[1:]) for name in outside], ("", "sub", lambda x: x - 0.5)], [1.0, 1.0])
+
+
+def parted(chain, dtype="bfloat16"):
+    """Return the diagnosis of a chain whose training is wrong there, and the changes that it tried."""
+    tried = []
+    again = chain.again(dtype, 1.0, tried)
+    return examined(Suspect(chain.run(dtype), chain.run(), Setting(dtype, 1.0, True), again, parts=True)), tried
+
+
+@pytest.mark.parametrize(
+    ("chain", "words"),
+    [
+        (growing(), "module 'solver' loses precision"),
+        # `field` in float32 hands float32 on to what is added behind it, in `solver`: which of the two is not known.
+        (replace(growing("field"), promotes=("add",)), "module 'solver' loses precision"),
+        (growing("field"), "module 'solver' loses precision"),  # it computes nothing that is lost
+        (replace(growing(), promotes=("sub",)), "module 'solver', or what is computed of its output, loses precision"),
+    ],
+)
+def test_a_loss_of_which_no_value_is_wrong_is_said_of_the_smallest_module_that_cures_it(chain, words):
+    exact = chain.run().replayed.loss
+    assert abs(chain.run("bfloat16").replayed.loss / exact - 1) > 0.25
+    diagnosis, tried = parted(chain)
+    assert ("solver",) in chain.smallest_cures("bfloat16")
+    assert (diagnosis.kind, diagnosis.deny, diagnosis.first_nonfinite.module) == (
+        "digits",
+        ("module:solver",),
+        "solver",
+    )
+    # Values in the module are right or not: nothing shows which.
+    assert diagnosis.last_finite.module == "encoder"
+    assert diagnosis.chain == ()
+    assert diagnosis.why.startswith(words)
+    kept = chain.run("bfloat16", float32=("solver",)).replayed.loss
+    assert f"with that module in float32 {float(f'{100 * abs(kept / exact - 1):.2g}'):g} %" in diagnosis.why
+    assert str(diagnosis.experiments[-1]).startswith("with module 'solver' in float32: ")
+    assert len(tried) == len({change.float32 for change in tried}) <= 4
+
+
+def test_the_part_that_loses_digits_is_named_and_not_the_module_around_it():
+    step = ("outer.inner", "add", lambda x: x + x / 2048)
+    chain = Chain([*[step] * STEPS, ("outer", "mul", np.copy), ("", "sub", lambda x: x - 0.5)], [1.0, 1.0])
+    diagnosis, _ = parted(chain)
+    assert diagnosis.deny == ("module:outer.inner",)
+    assert denied(diagnosis) in chain.smallest_cures("bfloat16")
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        growing(outside=["head"] * STEPS),  # both lose digits, and neither alone cures
+        growing(outside=[""] * STEPS),  # where no module has the name
+        Chain([(f"m{at}", "mul", np.copy) for at in range(9)], [1.0, 1.0]),  # whose loss is right
+    ],
+)
+def test_of_a_loss_that_no_single_module_cures_nothing_is_said(chain):
+    diagnosis, tried = parted(chain)
+    assert (diagnosis.kind, diagnosis.deny, diagnosis.experiments) == ("healthy", (), ())
+    assert len(tried) <= 4
+
+
+def test_no_module_is_tried_where_the_loss_is_right():
+    chain = Chain([("a", "mul", np.copy), ("b", "mul", np.copy)], [1.0, 1.0])
+    diagnosis, tried = chain.examine("bfloat16")
+    assert (diagnosis.kind, tried) == ("healthy", [])

@@ -234,20 +234,47 @@ def test_a_norm_of_numbers_of_which_some_are_zero_has_a_derivative():
     assert "where its derivative may be infinite" in fault.why
 
 
+IN_NUMPY = {
+    **{"acos": np.arccos, "acosh": np.arccosh, "atanh": np.arctanh, "logit": lambda x: np.log(x / (1 - x))},
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+}
+
+
 @pytest.mark.parametrize(
-    ("operation", "numbers", "says"),
-    [("acos", [-0.5, 1.001], "1"), ("log1p", [-0.5, -1.5], "-1.5"), ("sqrt", [2.0, -0.25], "-0.25")],
+    ("operation", "numbers", "says", "exact", "words"),
+    [
+        ("acos", [-0.5, 1.001], "1", [-0.5, 0.9998], "its largest input is 0.9998 in float32, and loses precision in"),
+        ("acosh", [2.0, -3.5], "-3.5", [2.0, 1.0005], "its lowest input is 1.0005 in float32"),
+        ("log1p", [-0.5, -1.5], "-1.5", [-0.5, -0.75], "its lowest input is -0.75 in float32"),
+        ("sqrt", [2.0, -0.25], "-0.25", [2.0, 0.0], "its lowest input is 0 in float32"),
+        ("rsqrt", [2.0, -0.25], "-0.25", [2.0, 1e-3], "its lowest input is 0.001 in float32"),
+        ("logit", [0.5, 1.25], "1.25", [0.5, 0.999], "its largest input is 0.999 in float32"),
+        ("log", [2.0, -0.25], "-0.25", [2.0, -0.24], ""),  # which the script itself then mends
+        ("atanh", [0.5, 1.25], "1.25", [0.5, 1.5], ""),
+        ("log", [2.0, -0.25], "-0.25", [], ""),  # of float32 nothing is known
+    ],
 )
-def test_what_is_not_defined_is_said_with_the_number_it_is_not_defined_for(operation, numbers, says):
-    """NumPy, which has a NaN for that number alone, is the oracle."""
-    with np.errstate(invalid="ignore"):
-        values = getattr(np, {"acos": "arccos"}.get(operation, operation))(np.array(numbers))
+def test_what_is_not_defined_is_said_with_the_number_it_is_not_defined_for(operation, numbers, says, exact, words):
+    """NumPy, which has a NaN for that number alone, is the oracle: of float32, too, it has one, or it is digits."""
+    compute = IN_NUMPY.get(operation) or getattr(np, operation)
+    with np.errstate(all="ignore"):
+        values, healthy = compute(np.array(numbers)), compute(np.array(exact))
     assert list(np.isnan(values)) == [False, True]
     low = seen(read(operation, numbers, values), loss=math.nan)
-    exact = seen(read(operation, [0.5, 0.5], [1.0, 1.0], dtype="float32"))
-    fault = find_fault(low, exact, "float16", 1.0)
-    assert fault.kind == "logarithm"
+    reference = seen(read(operation, exact, np.nan_to_num(healthy), dtype="float32"))
+    fault = find_fault(low, reference, "float16", 1.0)
+    assert fault.kind == ("logarithm" if np.isnan(healthy).any() or not exact else "digits")
     assert f"is NaN: {operation} of {says} is not defined" in fault.why
+    assert words in fault.why
+
+
+def test_the_difference_that_lost_its_sign_is_why_something_is_not_defined_at_any_pole():
+    """As `acosh(1 + 2 / (1 - x * x))` of an `x` that rounds beyond 1."""
+    low = [read("sub", [1.0, 1.0005], [-5e-4]), read("acosh", [-4e3, 2.0], [math.nan, 1.3])]
+    healthy = [read("sub", [1.0, 0.9998], [2e-4]), read("acosh", [1e4, 2.0], [9.9, 1.3])]
+    fault = find_fault(seen(*low, loss=math.nan), seen(*healthy), "float16", 1.0)
+    assert fault.kind == "digits"
+    assert "is NaN: acosh of -4e+03 is not defined, because sub in module 'block' (net.py:7) subtracts" in fault.why
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -468,6 +495,33 @@ def test_infinities_of_a_module_are_a_mask_where_no_weight_is_read(operation, in
 def test_a_row_is_masked_whole_only_if_as_much_of_it_is_infinite_as_becomes_nan(inputs, kind):
     run = seen(exact("_softmax", inputs, [math.nan] * 4), **FAILS)
     assert diagnosed(run, run, "float16").kind == kind
+
+
+@pytest.mark.parametrize(
+    ("operation", "direction", "inputs", "compute", "words"),
+    [
+        ("mul", "forward", [-math.inf, 0.0], np.multiply, "an infinity of a mask is multiplied by zero"),
+        ("elemwise_mul", "backward", [0.0, -math.inf], np.multiply, "an infinity of a mask is multiplied by zero"),
+        ("sub", "forward", [-math.inf, -math.inf], np.subtract, "infinities of a mask are subtracted from each other"),
+        ("AddV2", "forward", [math.inf, -math.inf], np.add, "infinities of a mask are subtracted from each other"),
+        ("_softmax", "forward", [-math.inf, -math.inf], lambda x, y: np.exp(x - y), "all of a row is masked by -inf"),
+        ("div", "forward", [-math.inf, math.inf], np.divide, "of the infinities of a mask it computes what is not"),
+        ("dot_general", "forward", [-math.inf, math.inf], np.add, "of the infinities of a mask it computes what is"),
+    ],
+)
+def test_what_makes_nan_of_the_infinities_of_a_mask_is_said_as_it_was_computed(
+    operation, direction, inputs, compute, words
+):
+    """NumPy, which has NaN for that, too, is the oracle."""
+    with np.errstate(invalid="ignore"):
+        value = compute(*map(np.array, inputs))
+    assert np.isnan(value)
+    mask = exact("masked_fill", [1.0, 2.0], [1.0, *filter(math.isinf, inputs)])
+    broken = replace(exact(operation, inputs, [value]), direction=direction)
+    diagnosis = diagnosed(*2 * [seen(mask, broken, **FAILS)], "float16")
+    assert diagnosis.kind == "mask"
+    assert words in diagnosis.why
+    assert ("a row" in diagnosis.why) == (operation in ("_softmax", "sub", "AddV2"))
 
 
 def test_a_root_of_zeros_that_float32_has_too_is_not_why_a_gradient_overflows():
@@ -851,6 +905,20 @@ def test_a_wrong_gradient_is_found_behind_a_forward_pass_that_is_right(exact_gra
     if fault is not None:
         assert fault.place.operation == "tanh_backward"
         assert words in fault.why
+
+
+@pytest.mark.parametrize(("carries", "words"), [(True, "loses precision"), (False, "underflows")])
+def test_what_a_gradient_underflows_is_judged_with_the_loss_scale_only_where_it_carries_that(carries, words):
+    """Of 64 numbers 1e-8 is zero in float16, and 1e-8 times 4096 is not; one number that is right says which it was."""
+
+    def run(dtype, scale=1.0):
+        gradient = round_to(np.array([1e-8] * 63 + [1e-2]) * scale, dtype)
+        lost = gradient if dtype == "float32" else np.array([0.0] * 63 + [gradient[-1] * 0.5])
+        return seen(replace(sampled("mul", [1.0], lost, dtype), direction="backward"))
+
+    fault = gradient_fault(run("float16", 4096.0 if carries else 1.0), run("float32"), "float16", 4096.0)
+    assert words in fault.why
+    assert fault.kind == ("digits" if carries else "flush")
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,14 @@ from ampx.numerics.ranking import by_error, first_order
 from ampx.numerics.timing import fastest, slow_modules
 from ampx.numerics.tolerance import Distance, by_rounding, with_joined_gradients
 from ampx.numerics.tune_search import (
+    NOTHING,
     Kept,
     Search,
     at_fault,
     fails_outside,
     minimal,
     most_runs,
+    name_what_fails,
     needed,
     not_faster,
     searched,
@@ -268,6 +270,80 @@ def test_a_module_is_kept_for_a_cast_behind_it_that_is_not_made_with_it(operatio
     kept = Kept(frozenset({"first"}))
     assert at_fault(search, kept) == kept
     assert list(search.hands_on) == says
+
+
+class SecondHand(ShieldedSearch):
+    """Of the same, where the value that fails between them is in float32 whatever is kept: digits were lost before."""
+
+    def __init__(self, module="", direction="forward", wrong=False):
+        super().__init__(module, cures=("module:first",))
+        self.direction, self.wrong = direction, wrong
+
+    def look(self, kept, step):
+        self.runs += 1
+        wide = kept is None or self.is_wide(kept)
+        exact, low = np.ones(4, np.float32), np.full(4, 1.0 if wide or not self.wrong else 2.0, np.float32)
+        first, product, second = super().look(kept, step).readings
+        first = replace(first, sample=exact if kept is None else low)
+        return Seen(
+            Replayed(1.0 if wide else math.inf, {}, {}),
+            (first, replace(product, dtype="float32", direction=self.direction, place="a.py:3"), second),
+        )
+
+
+SecondHand.__abstractmethods__ = frozenset()
+FAILS_THERE = "an error; without this entry mul; it is kept for the "
+
+
+@pytest.mark.parametrize(
+    ("search", "says"),
+    [
+        (SecondHand(), f"{FAILS_THERE}output of mul (a.py:3), which fails without it"),
+        (SecondHand("norm"), f"{FAILS_THERE}output of mul in module 'norm' (a.py:3), which fails without it"),
+        (
+            SecondHand("norm", "backward"),
+            f"{FAILS_THERE}gradient computed by mul in module 'norm' (a.py:3), which fails without it",
+        ),
+        (SecondHand("first"), "an error; without this entry mul"),  # it holds what fails
+        (SecondHand("first.inside"), "an error; without this entry mul"),
+        (SecondHand("norm", wrong=True), "an error; without this entry mul"),  # what it returns is wrong before
+    ],
+)
+def test_the_reason_of_a_module_names_what_fails_first_without_it(search, says):
+    kept = Kept(frozenset({"first"}))
+    search.without = {"first": search.judged(NOTHING)}
+    name_what_fails(search, kept)
+    assert search.reason("first", "an error") == says
+    assert search.runs == 3  # without it, which was judged, and the looks at that and at float32
+    name_what_fails(search, kept)
+    assert search.runs == 3
+
+
+def test_a_search_says_what_fails_first_without_what_it_keeps():
+    class Searched(SecondHand):
+        framework = device = "toy"
+
+        def smallest_operations(self):
+            return None
+
+        def failing_operations(self, modules):
+            return ()
+
+        def policy_fields(self, kept):
+            return {"deny": [self.reason(name, "an error") for name in kept.modules], "reasons": {"dtype": "it agrees"}}
+
+    assert searched(Searched("norm"), 0).deny == [
+        f"{FAILS_THERE}output of mul in module 'norm' (a.py:3), which fails without it"
+    ]
+
+
+def test_what_fails_first_is_not_looked_for_where_the_runs_are_used_up():
+    search = SecondHand()
+    search.judged(NOTHING)
+    search.runs = most_runs(1, len(search.modules)) - 1
+    name_what_fails(search, Kept(frozenset({"first"})))
+    assert search.hands_on == {}
+    assert search.runs == most_runs(1, len(search.modules)) - 1
 
 
 def test_each_of_the_others_is_left_out_again_where_one_is_replaced():

@@ -86,9 +86,9 @@ def test_a_schedule_that_decides_otherwise_is_said_beside_what_is_kept_for_it():
             return replace(super().__call__(trial), rates=((0.1,), (0.01 if low else 0.1,)))
 
     _, result = tuned(Scheduled(("layer3",)))
-    said = "From step 2 of a.py on the learning rate is 0.01, and in float32 0.1: the script's schedule decides by a "
+    said = "From step 2 of a.py on the learning rate is 0.01, and in float32 0.1: the script's schedule may "
     assert [note for note in result["notes"] if "learning rate" in note] == [
-        f"{said}number that was computed in bfloat16."
+        f"{said}decide by a number that was computed in bfloat16."
     ]
     assert not any("learning rate" in note for note in tuned(Pretended(("layer3",)))[1]["notes"])
 
@@ -317,6 +317,37 @@ def test_what_flushes_in_front_of_an_operation_that_fails_is_asked_and_no_module
         ("softmax", "fails in bfloat16, outside of modules; without this entry the loss is not finite")
     ]
     assert script.runs == 9  # float32, thrice rounded, bfloat16, float32 again, operations, log, softmax
+
+
+def test_what_flushes_elsewhere_is_not_asked_for_an_operation_that_receives_no_zero():
+    """`relu` makes zeros, and what `lgamma` overflows of has none."""
+
+    class Elsewhere(Flushing):
+        denied = frozenset()
+
+        def __call__(self, trial):
+            self.denied |= {*trial.settings.deny}
+            outcome = super().__call__(trial)
+            renamed = {"_softmax": "relu", "log": "lgamma"}
+            return replace(
+                outcome,
+                readings={
+                    step: tuple(
+                        replace(
+                            entry,
+                            operation=renamed.get(entry.operation, entry.operation),
+                            inputs=Stats(4) if entry.operation == "log" else entry.inputs,
+                        )
+                        for entry in own
+                    )
+                    for step, own in outcome.readings.items()
+                },
+            )
+
+    script = Elsewhere()
+    tuned(script)
+    assert "lgamma" in script.denied
+    assert "relu" not in script.denied
 
 
 class Breaking(Pretended):
