@@ -279,9 +279,12 @@ def test_where_gradients_overflow_between_modules_a_cure_is_tried_at_a_scale_of_
 def test_gradients_that_flush_at_every_scale_that_the_largest_fits_are_named():
     """A gradient of 1e-10 beside one of 1e4: whichever scale the large one fits, float16 has no room for the small."""
     chain = replace(OVERFLOWS, data=(3.0, 1.0), slope=(1e4, *[1e-10] * 15))
-    diagnosis, _ = chain.examine(scale=2.0**16)
+    diagnosis, tried = chain.examine(scale=2.0**16)
     assert diagnosis.kind == "flush"
-    assert "most of the gradient of w is lost" in diagnosis.why
+    assert "at the largest loss scale tried at which none overflows: most of the gradient of w is lost" in diagnosis.why
+    scale = tried[0].scale  # no larger one was tried that fits
+    assert not chain.run("float16", scale).overflows
+    assert all(change.scale <= scale or chain.run("float16", change.scale).overflows for change in tried)
     assert diagnosis.advice == 'amp = ampx.init(dtype="bfloat16")'  # which holds 1e-10
 
 
