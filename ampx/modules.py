@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -194,6 +196,24 @@ def outer_name(name: str) -> str | None:
     return None if name == prefix + colon else prefix + colon
 
 
+def owner_of(parameter: str, modules: Iterable[str]) -> str:
+    """Return the innermost of some modules whose name is part of a parameter's, from the right; "" for none.
+
+    Frameworks put other marks between names, and the name of the model, or of its class, in front.
+    """
+    parts = {module: _parts(module) for module in modules if module}
+    path = _parts(parameter)[:-1]
+    for end in range(len(path), 0, -1):
+        owners = [module for module, own in parts.items() if path[max(0, end - len(own)) : end] == own]
+        if owners:
+            return max(owners, key=len)
+    return ""
+
+
+def _parts(name: str) -> list[str]:
+    return re.findall(r"[^][./:']+", name)
+
+
 def name_parameters(
     parameters: Iterable[Any], kind: type, parts: str, plain: Callable[[str], str] = str
 ) -> dict[int, str]:
@@ -213,7 +233,7 @@ def name_parameters(
     wanted = set(map(id, parameters))
     seen: dict[int, tuple[str, str]] = {}
     for root in modules:
-        if id(root) in inner or "_parameters" not in vars(root):
+        if id(root) in inner or parts not in vars(root):
             continue
         for name, parameter in root.named_parameters():
             if id(parameter) in wanted:
@@ -222,6 +242,17 @@ def name_parameters(
         if len(set(names)) == len(names):
             return dict(zip(seen, names, strict=True))
     return {}
+
+
+def distinct_names(named: Iterable[tuple[str, Any]]) -> dict[int, str]:
+    """Return the names of objects by id; of several with one name, all but the first get a number."""
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+    for name, owner in named:
+        if id(owner) not in names:
+            counts[name] += 1
+            names[id(owner)] = name if counts[name] == 1 else f"{name}#{counts[name]}"
+    return names
 
 
 # -- patterns ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .batch import Seen, plain
 from .causes import lost_gradients
 from .compare import WORST, ModuleError, error_map, listed_names, padded, relative_error, worst_errors
 from .diagnose import SAMPLES
-from .diagnose_script import Noise, Parting, Runs, noise_of, settled_scale
+from .diagnose_script import Noise, Parting, Runs, noise_of, rounded_weights, settled_scale
 from .meter import LOST
 from .probe import Replayed, Watching
 from .timing import busy, speed_in_words
@@ -438,6 +438,11 @@ def _seen_of_losses(facts: Mapping[str, Any]) -> list[str]:
         parts.append(f"{lost['dtype']:.0%} of the updates are rounded away ({lost['float32']:.0%} in float32)")
     if facts["flushed"]:
         parts.append(f"gradients of {listed_names(facts['flushed'])} underflow to zero")
+    if facts["rounded"] and not facts["fault"]:
+        parts.append(
+            f"weights of {listed_names(facts['rounded'])} are written back in low precision, which they are not in "
+            f"float32, and smaller updates are rounded away"
+        )
     if facts["fault"] and facts["fault"]["by_hand"]:
         parts.append("but float32 itself overflows where the script casts by hand")
     if _skips_most(facts):
@@ -629,9 +634,11 @@ def _watched_facts(
         "mistakes": [] if low is None else list(low.mistakes),
         "fault": None,
         "flushed": [],
+        "rounded": [],
     }
     if low is None or exact is None:
         return seen
+    seen["rounded"] = [*rounded_weights(low, lambda: exact)]
     seen["flushed"] = lost_gradients(_first_step(low), _first_step(exact))
     if seen["float32_parts_at"] is not None:
         return seen

@@ -263,7 +263,9 @@ class Suspect:
         compared: Returns what changes are compared with, as `Search` takes it; None for `reference`.
         growth: How far training has diverged in float32, if it has.
         decides: What the script decided otherwise than in float32, by what it computed before; "" for nothing.
-        parts: Training is wrong at this batch, whatever the batch itself computes: gradients of former ones were wrong.
+        parts: Training is wrong at this batch, whatever the batch itself computes: gradients of former ones were wrong,
+            or their weights.
+        weights: That the weights are wrong, if they are.
     """
 
     low: Seen | Refusal
@@ -274,6 +276,7 @@ class Suspect:
     growth: Growth | None = None
     parts: bool = False
     decides: str = ""
+    weights: Fault | None = None
 
     def trials(self) -> _Trials | None:
         """Return what tries changes; None where there are none to try, or float32 fails, too."""
@@ -291,11 +294,11 @@ class Suspect:
         return find_fault(self.low, self.reference, dtype, scale, settled, self.growth)
 
     def gradient_fault(self) -> Fault | None:
-        """Return what may be wrong with the gradients where the forward pass is right; None for nothing."""
+        """Return what may be wrong with weights or gradients where the forward pass is right; None for nothing."""
         assert isinstance(self.low, Seen)
         dtype, scale = self.setting.dtype, self.setting.scale
         if self.parts:
-            return gradient_fault(self.low, self.reference, dtype, scale)
+            return self.weights or gradient_fault(self.low, self.reference, dtype, scale)
         # At a larger loss scale, if there is one, they may not be zero.
         is_largest = fitting_scale(dtype, self.reference) <= scale < INIT_SCALE
         return flush_fault(self.low, self.reference, dtype) if is_largest else None

@@ -11,21 +11,24 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from ampx.backend import Array
 from ampx.errors import TrialError
 from ampx.formats import digits_of
-from ampx.run import RunSettings
+from ampx.modules import owner_of
+from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import INIT_SCALE, Refusal, Seen, plain, scaled
-from .causes import Growth, loss_error
-from .compare import bound, by_key, carries_scale, key_of, module_errors, unscaled
-from .cures import Change
+from .causes import Fault, Growth, loss_error
+from .compare import bound, by_key, carries_scale, key_of, listed_names, module_errors, unscaled
+from .cures import Change, entry_in_every_model
 from .diagnose import SAMPLES, Diagnosis, Setting, Suspect, examined
 from .forcing import kept_in_float32
 from .meter import LOST
 from .places import WRONG, Place, cast_by_hand, of_the_step, outermost
-from .probe import Reading, Replayed, Watching
+from .probe import Reading, Replayed, Stats, Watching
+from .rounding import describe, is_rounded
 from .tolerance import Distance, by_rounding, percent, rounding
 from .trial import DIFFERS, GROWN, Outcome, Trial, run_trial
 
@@ -323,6 +326,10 @@ def _look_at(
     if isinstance(low_step, Seen):
         notes += [*_off(trial.settings, low), *low.notes, *reference.notes]
     notes += lost_updates(low)
+    rounded = rounded_weights(low, runs.whole)
+    if rounded and diagnosis.kind == "healthy":
+        words = rounding_in_words(rounded, low.dtype)
+        notes.append(f"{words[0].upper()}{words[1:]}.")
     agreement = _agreement(low_step, exact_step, low.dtype, low.scale_at(step), parting.limit(step))
     look = _Look(step, what, low, exact_step.readings, diagnosis, agreement, parting)
     return (diagnosis if look.fails else None), _report(trial, first or low, notes, look)
@@ -344,13 +351,14 @@ class Runs:
         self._step, self._run, self._progress = step, run, progress
         self._parting = parting or Parting({})
         self._whole = whole
+        self._rounded: Mapping[str, int] = {}  # as `rounded_weights` returns them, where nothing else is wrong
         before = tuple(sorted({1, *(max(1, step - distance) for distance in (0, *_BEFORE))}))
         self._trial = replace(
             trial,
             settings=replace(trial.settings, watched=True, meter_every=step),
             steps=step,
             watched=before,
-            gradients=(step,),
+            gradients=before,
             watching=Watching("float16", operations=True, samples=SAMPLES),
             operations_in=(),
             stop_at_fault=False,
@@ -375,6 +383,8 @@ class Runs:
         exact_step = self.of_values(exact_step, reference)
         # Whether training diverges is asked of float32 from the first step on, whatever the step is compared with.
         fails = isinstance(low_step, Refusal) or not low_step.finite
+        parts = self._parting.is_wrong(step)
+        self._rounded = rounded_weights(low, self.whole) if parts and not fails else {}
         batch = Suspect(
             exact_step if reference is low else low_step,
             exact_step,
@@ -382,10 +392,25 @@ class Runs:
             self.changed,
             self.compared,
             growth=self._growth(low) if fails else None,
-            parts=self._parting.is_wrong(step),
+            parts=parts,
             decides=self._parting.decides(step, dtype),
+            weights=self._of_weights(low_step, dtype),
         )
-        return examined(batch), reference
+        if batch.fault() is not None:
+            self._rounded = {}
+        diagnosis = examined(batch)
+        fault = self._of_weights(low_step, dtype, diagnosis.deny) if diagnosis.deny else None
+        if fault is not None:
+            place = None if fault.place is None else Place.of(fault.place)
+            diagnosis = replace(diagnosis, last_finite=None, first_nonfinite=place)
+        return diagnosis, reference
+
+    def _of_weights(self, step: Seen | Refusal, dtype: str, deny: Sequence[str] = ()) -> Fault | None:
+        """Say that the run rounds weights, if it does, at their module or at one around it that cures it in float32."""
+        if not self._rounded or isinstance(step, Refusal):
+            return None
+        entries = [entry for entry in step.readings if not deny or entry_in_every_model(entry.module) in deny]
+        return rounding_fault(entries, self._rounded, dtype)
 
     def _scale(self, low: Outcome) -> float:
         """Return the loss scale of the step; that with which training begins where the script raised before that."""
@@ -440,7 +465,8 @@ class Runs:
     def whole(self) -> Outcome:
         """Run the script in float32 from its first step, once."""
         if self._whole is None:
-            both = {"watched": (1, self._step), "steps": self._step + _LATER}
+            steps = 1, self._step
+            both = {"watched": steps, "gradients": steps, "steps": self._step + _LATER}
             self._whole = self.run("in float32 from the first step on", both, dtype="float32")
         return self._whole
 
@@ -482,6 +508,8 @@ class Runs:
             return seen
         if self._parting.rates is not None and rates_part(self.whole(), outcome) is not None:
             return Refusal("the learning rate is another than in float32")
+        if self._rounded and rounded_weights(outcome, self.whole):
+            return Refusal("weights are still rounded")
         fails = _fails_after(outcome, self._step) and not _diverges_after(self.whole(), self._step)
         return replace(seen, fails_later=fails)
 
@@ -594,10 +622,23 @@ def _seen(outcome: Outcome, step: int) -> Seen:
     """Return a step of a script as a replay."""
     trained = outcome.gradients.get(step, ())
     gradients = {entry.name: entry.values for entry in trained if entry.values is not None}
-    replayed = Replayed(_loss(outcome, step), gradients, {})
+    replayed = Replayed(_loss(outcome, step), gradients, _weights(trained))
     losses = (abs(loss) for loss in outcome.losses[:step] if loss is not None and math.isfinite(loss))
     skipped = step in outcome.skipped
     return Seen(replayed, of_the_step(outcome.readings[step]), skipped, max(losses, default=0.0))
+
+
+def _weights(trained: Sequence[SampledGradient]) -> dict[str, Stats]:
+    """Return the numbers of the samples of weights: in JAX also those by which a step differentiates before its update.
+
+    Of these only what an update trains are weights.
+    """
+    updated = {(entry.name, entry.shape) for entry in trained if entry.values is not None}
+    samples: dict[str, list[Array]] = {}
+    for entry in trained:
+        if entry.weights is not None and (entry.name, entry.shape) in updated:
+            samples.setdefault(entry.name, []).append(entry.weights)
+    return {name: describe(np.concatenate(own)) for name, own in samples.items()}
 
 
 def _of_value(entry: Reading, scale: float, other: Reading | None) -> Reading:
@@ -692,6 +733,49 @@ def lost_updates(outcome: Outcome) -> list[str]:
                 f"in float32 may cure it, and was not tried."
             )
     return sentences
+
+
+def rounded_weights(low: Outcome, exact: Callable[[], Outcome]) -> dict[str, int]:
+    """Return the float32 parameters that a run rounds, each with the first of the sampled steps from which it is so.
+
+    To all numbers of their sample the low dtype fits, and to those of float32 it does not, in the first step either:
+    of constants, and of what is loaded in half precision, nothing is known.
+
+    Args:
+        low: The run.
+        exact: Returns the run in float32 from the first step on.
+    """
+    fitting = {} if low.dtype == "float32" else _fitting(low, low.dtype)
+    since = {name: [*itertools.takewhile(steps.get, reversed(steps))][-1:] for name, steps in fitting.items()}
+    wide = _fitting(exact(), low.dtype) if any(since.values()) else {}
+    return {name: step for name in wide if not any(wide[name].values()) for step in since.get(name, ())}
+
+
+def _fitting(outcome: Outcome, dtype: str) -> dict[str, dict[int, bool]]:
+    """Return of each parameter, by step, whether a dtype fits to the numbers of its sample."""
+    fitting: dict[str, dict[int, bool]] = {}
+    for step, entries in sorted(outcome.gradients.items()):
+        for entry in entries:
+            if entry.weights is not None:
+                fitting.setdefault(entry.name, {})[step] = is_rounded(entry.weights, dtype)
+    return fitting
+
+
+def rounding_fault(readings: Sequence[Reading], rounded: Mapping[str, int], dtype: str) -> Fault:
+    """Say that a run rounds weights, which `rounded_weights` returns; the place is the module of the first."""
+    values = ((at, entry) for at, entry in enumerate(readings) if entry.direction == "forward" and entry.module)
+    outputs = {entry.module: at for at, entry in values if not entry.operation}
+    position = outputs.get(owner_of(next(iter(rounded)), outputs))
+    return Fault("digits", rounding_in_words(rounded, dtype), readings, position)
+
+
+def rounding_in_words(rounded: Mapping[str, int], dtype: str) -> str:
+    """Say that a run rounds weights, which `rounded_weights` returns; no final stop."""
+    return (
+        f"the weights {listed_names([*rounded])} are stored in float32, and from step {min(rounded.values())} on they "
+        f"hold nothing but numbers of {dtype}, which they do not in a float32 run: what is written back to them was "
+        f"rounded, and smaller updates are rounded away"
+    )
 
 
 def _of_module(entry: Reading, exact: Reading | None) -> dict[str, Any]:

@@ -46,6 +46,12 @@ def round_to(values: Any, dtype: str) -> Array:
         return rounded.astype(np.float32)
 
 
+def is_rounded(values: Array, dtype: str) -> bool:
+    """Return whether numbers, of more than one magnitude, are all finite ones that a dtype can hold."""
+    several = np.isfinite(values).all() and np.unique(np.abs(values)).size > 1
+    return bool(several) and np.array_equal(values, round_to(values, dtype))
+
+
 def describe(values: Any, dtype: str = "float16") -> Stats:
     """Count what `Stats` counts, of numbers of any shape, for the dtype that is watched."""
     flat = np.asarray(values).astype(np.float32).reshape(-1)

@@ -18,7 +18,8 @@ The contract of `automate(run)`, which a backend offers as `Automation`:
   gradients that it clips for instance, is unscaled.
 - While `run.recorder.sampling`, `run.recorder.count_op` is told what ran in which dtype.
 - Where `run.recorder.takes_gradients` is there and the backend can tell, it is called with the shapes of what an
-  optimizer trains, and a sample of the gradients, in every step: `ampx diagnose` names risks by them.
+  optimizer trains, and samples of the gradients and of the weights before the step, in every step: `ampx diagnose`
+  names risks by them, and weights that a run rounds. Each parameter has a name that no other one of the run has.
 - `Manager.rates_of` returns an optimizer's learning rates, where the framework says them: by them `ampx diagnose` finds
   the step in which a script's schedule decided by a number that came out otherwise in low precision. It is asked where
   there is an observer only.
@@ -58,6 +59,7 @@ from .recorder import (
     LossCurve as LossCurve,
     Recorder as Recorder,
     SampledGradient as SampledGradient,
+    with_weights as with_weights,
 )
 from .run import Automation as Automation, Run as Run, RunSettings as RunSettings
 from .script_code import ScriptCode as ScriptCode

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 from ampx.errors import AmpxError
 from ampx.scale_state import is_one
 
-from .recorder import Recorder, SampledGradient
+from .recorder import Recorder, SampledGradient, with_weights
 from .run import Run
 from .script_code import ScriptCode
 
@@ -257,25 +257,37 @@ class Manager(Generic[SomeManaged]):
         Args:
             wrapped: The wrapper that steps.
             step: Runs it.
-            sample: Returns the fields of `SampledGradient` for each parameter; called where they are wanted.
+            sample: Returns the fields of `SampledGradient` for each parameter, as it is now; called, before the step
+                and after it, where they are wanted.
             managed: The script's optimizer, whose own methods run meanwhile.
         """
-        group = wrapped.ampx_member.group
-        before = group.steps
-        with self.run.recorder.phase("step"), self.working(managed):
+        group, recorder = wrapped.ampx_member.group, self.run.recorder
+        steps = group.steps
+        before = () if recorder.takes_gradients is None else self.sampled(sample, managed)
+        with recorder.phase("step"), self.working(managed):
             result = step()
-        if group.steps != before:
-            self.stepped(group.index, sample, managed)
+        if group.steps != steps:
+            self.stepped(group.index, sample, managed, before)
         return result
 
+    def sampled(
+        self, sample: Callable[[], Iterable[tuple[Any, ...]]], managed: SomeManaged | None = None
+    ) -> list[SampledGradient]:
+        """Return what an optimizer trains, as it is now; the arguments are those of `take_step`."""
+        with self.working(managed):
+            return [SampledGradient(*row) for row in sample()]
+
     def stepped(
-        self, group: int, sample: Callable[[], Iterable[tuple[Any, ...]]], managed: SomeManaged | None = None
+        self,
+        group: int,
+        sample: Callable[[], Iterable[tuple[Any, ...]]],
+        managed: SomeManaged | None = None,
+        before: Iterable[SampledGradient] = (),
     ) -> None:
-        """Have a step that counted recorded; the arguments are those of `take_step`."""
+        """Have a step that counted recorded; `before` is what was `sampled` before it, the others as in `take_step`."""
         recorder = self.run.recorder
         if recorder.takes_gradients is not None:
-            with self.working(managed):
-                recorder.takes_gradients([SampledGradient(*row) for row in sample()])
+            recorder.takes_gradients(with_weights(self.sampled(sample, managed), before))
         recorder.stepped(group)
         if self.sampler.counts:
             self.sampler.after_step()

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from threading import get_ident
 from time import perf_counter
@@ -145,11 +145,20 @@ class SampledGradient:
         shape: Its shape.
         values: Up to `GRADIENT_SAMPLES` elements of its gradient as float32, at multiples of a stride, scaled or not;
             None where it has no gradient, or a sparse one.
+        weights: The same elements of the parameter itself before the step; None where it is not stored in float32, or
+            they are not known.
     """
 
     name: str
     shape: tuple[int, ...]
     values: Array | None
+    weights: Array | None = None
+
+
+def with_weights(after: Iterable[SampledGradient], before: Iterable[SampledGradient]) -> list[SampledGradient]:
+    """Return what was sampled after a step with the weights that were sampled before it."""
+    weights = {entry.name: entry.weights for entry in before}
+    return [replace(entry, weights=weights.get(entry.name)) for entry in after]
 
 
 class Observer(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ampx.backend import Array
@@ -378,17 +378,30 @@ def meter_samples(trainer: Any, gradients: bool) -> list[Sampled]:
     return sampled
 
 
-def sample(trainer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array]]:
-    """Return name, shape and a sample of the gradient, on the first context, of parameters with dense ones.
+def sample(
+    trainer: Any, samples: int, names: Mapping[int, str]
+) -> list[tuple[str, tuple[int, ...], Array, Array | None]]:
+    """Return name, shape and samples, on the first context, of parameters with dense gradients, as they are now.
 
-    Sync: one for each of them.
+    These are of the gradient, and of the parameter, None where it is not float32.
+
+    Args:
+        trainer: The trainer.
+        samples: So many elements at most.
+        names: The names of parameters by id.
+
+    Sync: two for each of them.
     """
     with mx.autograd.pause():
         return [
-            (parameter.name, tuple(parameter.shape), _sample(gradient, samples))
+            (names[id(parameter)], tuple(parameter.shape), _sample(gradient, samples), _weights(data, samples))
             for parameter in parameters(trainer)
-            for gradient in parameter._grad[:1]
+            for gradient, data in zip(parameter._grad[:1], parameter._data[:1], strict=True)
         ]
+
+
+def _weights(data: Any, samples: int) -> Any:
+    return _sample(data, samples) if data.stype == "default" and name_of(data.dtype) == "float32" else None
 
 
 def _sample(tensor: Any, samples: int = METER_SAMPLES) -> Any:

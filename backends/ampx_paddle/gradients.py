@@ -273,22 +273,27 @@ def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
 
 
 @paddle.no_grad()
-def sample(optimizer: Any, samples: int, names: Mapping[str, str]) -> list[tuple[str, tuple[int, ...], Array | None]]:
-    """Return name, shape and a sample of the gradient, None for a sparse one, of a raw optimizer's parameters.
+def sample(
+    optimizer: Any, samples: int, names: Mapping[str, str]
+) -> list[tuple[str, tuple[int, ...], Array | None, Array | None]]:
+    """Return name, shape and samples of a raw optimizer's parameters, as they are now.
+
+    These are of the gradient, None for a sparse one, and of the parameter, None where it is not float32.
 
     Args:
         optimizer: The raw optimizer.
         samples: So many elements at most.
         names: As `names_in_models` returns them.
 
-    Sync: one for each of them.
+    Sync: two for each of them.
     """
     sampled = []
     for parameter in parameters(optimizer):
         gradient = gradient_of(parameter)
         dense = gradient is not None and gradient.is_dense() and not gradient.is_selected_rows()
         values = _sample(gradient, samples) if dense else None
-        sampled.append((names.get(parameter.name, parameter.name), tuple(parameter.shape), values))
+        weights = _sample(parameter, samples) if parameter.dtype == paddle.float32 else None
+        sampled.append((names.get(parameter.name, parameter.name), tuple(parameter.shape), values, weights))
     return sampled
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
@@ -73,17 +73,27 @@ def meter_samples(grads: Sequence[Any], variables: Sequence[Any], gradients: boo
 
 
 def sample(
-    grads: Sequence[Any], variables: Sequence[Any], samples: int
-) -> list[tuple[str, tuple[int, ...], Array | None]]:
-    """Return name, shape and a sample of the gradient, None for a sparse one or none, of variables.
+    grads: Sequence[Any], variables: Sequence[Any], samples: int, names: Mapping[int, str]
+) -> list[tuple[str, tuple[int, ...], Array | None, Array | None]]:
+    """Return name, shape and samples of variables: of the gradient, and of the variable, as they are now.
 
-    Sync: one for each of them.
+    They are None for a sparse gradient or none, and for a variable that is not float32.
+
+    Args:
+        grads: The gradients.
+        variables: The variables.
+        samples: So many elements at most.
+        names: The names of variables by id.
+
+    Sync: two for each of them.
     """
     sampled = []
     for grad, variable in zip(grads, variables, strict=False):
         dense = grad is not None and not isinstance(grad, tf.IndexedSlices)
         values = _sample(tf.cast(grad, tf.float32), samples) if dense else None
-        sampled.append((name(variable), tuple(variable.shape), values))
+        stored = tf.convert_to_tensor(variable)
+        weights = _sample(stored, samples) if stored.dtype == tf.float32 else None
+        sampled.append((names[id(variable)], tuple(variable.shape), values, weights))
     return sampled
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
     """
     named = [
         (name, gradient)
-        for name, parameter in name_parameters(optimizer.param_groups, model, optimizer.masters)
+        for name, parameter in name_parameters(optimizer.param_groups, model, [optimizer.masters])
         if (gradient := gradient_of(parameter)) is not None
     ]
     counts: dict[torch.device, list[torch.Tensor]] = {}
@@ -38,27 +39,53 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
     return [entry for entry in listed if entry[1]]
 
 
-def sample_gradients(optimizer: Any, samples: int) -> list[tuple[str, tuple[int, ...], Array | None]]:
-    """Return name, shape and a sample of the gradient as it is now, of a wrapped optimizer's parameters.
+def names_in_models(optimizers: Iterable[Any]) -> dict[int, str]:
+    """Return, by id, a name for each parameter of several wrapped optimizers that no other one of them has."""
+    every = list(optimizers)
+    groups = [group for optimizer in every for group in optimizer.param_groups]
+    return modules.distinct_names(name_parameters(groups, None, [optimizer.masters for optimizer in every]))
 
-    Sync: one a gradient.
+
+def sample_parameters(
+    optimizer: Any, samples: int, names: Mapping[int, str]
+) -> list[tuple[str, tuple[int, ...], Array | None, Array | None]]:
+    """Return name, shape and samples, as they are now, of a wrapped optimizer's parameters.
+
+    These are of the gradient, None for a sparse one, and of the parameter, None where it is not float32.
+
+    Args:
+        optimizer: The wrapper.
+        samples: So many elements at most.
+        names: As `names_in_models` returns them.
+
+    Sync: two a parameter.
     """
-    named = name_parameters(optimizer.param_groups, None, optimizer.masters)
-    return [(name, tuple(parameter.shape), _sample(gradient_of(parameter), samples)) for name, parameter in named]
+    rows = []
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        weights = parameter if parameter.dtype is torch.float32 else None
+        sampled = (_sample(tensor, samples) for tensor in (gradient_of(parameter), weights))
+        rows.append((names[id(parameter)], tuple(parameter.shape), *sampled))
+    return rows
 
 
-def _sample(gradient: torch.Tensor | None, samples: int) -> Any:
-    if gradient is None or gradient.layout is not torch.strided:
+def _sample(tensor: torch.Tensor | None, samples: int) -> Any:
+    if tensor is None or tensor.layout is not torch.strided:
         return None
-    values = stored(gradient).reshape(-1)
-    return values[:: stride(values.numel(), samples)].float().cpu().numpy()
+    values = stored(tensor).reshape(-1)
+    return values[:: stride(values.numel(), samples)].float().cpu().numpy().copy()  # the tensor's own memory, otherwise
 
 
 def name_parameters(
-    groups: list[dict[str, Any]], model: torch.nn.Module | None, masters: Any = None
+    groups: list[dict[str, Any]], model: torch.nn.Module | None, masters: Sequence[Any] = ()
 ) -> list[tuple[str, torch.Tensor]]:
-    """Pair an optimizer's parameters with names: the model's, the optimizer's own, a living module's, or positions."""
-    names = _names_by_id(groups, model, [] if masters is None else masters.pairs)
+    """Pair the parameters of groups with names: the model's, the groups' own, a living module's, or positions.
+
+    Args:
+        groups: Of one or more optimizers.
+        model: The model, where it is known.
+        masters: Of each optimizer; None for an optimizer without.
+    """
+    names = _names_by_id(groups, model, [pair for own in masters if own is not None for pair in own.pairs])
     named = []
     for group_index, group in enumerate(groups):
         own_names = group.get("param_names")

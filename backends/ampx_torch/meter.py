@@ -152,7 +152,7 @@ class UpdateMeter(StepObserver, NotCopied):
         parameters = optimizer.gradients.parameters()
         if list(map(id, parameters)) != self._ids:
             self._ids = list(map(id, parameters))
-            self._names = [name for name, _ in name_parameters(optimizer.param_groups, None, optimizer.masters)]
+            self._names = [name for name, _ in name_parameters(optimizer.param_groups, None, [optimizer.masters])]
         return list(zip(self._names, parameters, strict=True))
 
 

@@ -1,8 +1,10 @@
 """`ampx run` in JAX: an unedited script is cast and checked, and what it carries has the structure that it expects."""
 
 import json
+import math
 import pathlib
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import pytest
 import ampx
 import ampx_jax
 from ampx.backend import offer
+from ampx.numerics.probe import Probe, Watching
 from ampx.run import Automation, Run, RunSettings
 from ampx_jax import casting
 from processes import last_json, run_python
@@ -378,3 +381,22 @@ def test_parameters_in_float64_which_nothing_casts_are_told_of():
     with offer(ampx_jax.load(), Automation).automate(run), jax.enable_x64(True):
         optax.sgd(0.5).init(jnp.ones(2, jnp.float64))
     assert [note for note in run.recorder.notes if "1 of 1 parameters are float64" in note]
+
+
+def test_what_is_differentiated_by_in_a_watched_step_is_sampled_as_weights_are():
+    """By name, which is that in an update: the weights of a step may be others than those that it updates."""
+    (run, automated), sampled = automate(), []
+    run.recorder.observer = mock.Mock()
+    with automated, offer(ampx_jax.load(), Probe).watch(None, Watching()):
+        tx = optax.sgd(0.5)
+        params = {"w": jnp.array([1.0, 2.0])}
+        state = tx.init(params)
+        run.recorder.takes_gradients = sampled.extend
+        perturbed = {"w": params["w"] / 0.0}
+        _, grads = jax.value_and_grad(lambda x, params: (params["w"] * x).sum(), argnums=1)(3.0, perturbed)
+        jax.grad(lambda x, y: x * y, argnums=(0, 1))(jnp.float32(3.0), jnp.float32(4.0))
+        tx.update(grads, state, params)
+    rows = [(entry.name, entry.shape, entry.values, entry.weights.tolist()) for entry in sampled[:-1]]
+    assert rows == [("w", (2,), None, [math.inf, math.inf]), ("", (), None, [3.0]), ("", (), None, [4.0])]
+    last = sampled[-1]
+    assert (last.name, last.values.tolist(), last.weights.tolist()) == ("w", [3.0, 3.0], [1.0, 2.0])

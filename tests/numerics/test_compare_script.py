@@ -273,6 +273,7 @@ def test_the_verdict_is_true_of_what_was_seen(change, lines):
     facts |= {
         **dict.fromkeys(("float32_parts_at", "float32_fails", "settled", "fault", "noise")),
         "flushed": [],
+        "rounded": [],
         "mistakes": [],
     }
     said = verdict("float16", {**facts, **change}).splitlines()[-len(lines) :]

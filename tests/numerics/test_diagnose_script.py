@@ -14,9 +14,11 @@ import pytest
 
 import ampx
 from ampx.formats import digits_of
+from ampx.modules import owner_of
 from ampx.numerics import report
 from ampx.numerics.batch import Seen
 from ampx.numerics.causes import find_fault
+from ampx.numerics.compare_script import compare_script
 from ampx.numerics.diagnose_script import (
     Parting,
     _diverges_after,
@@ -552,6 +554,83 @@ def test_a_schedule_that_a_rounded_number_decides_is_why_a_training_goes_another
         assert (
             "and in float32 0.001: the script's schedule may decide by a number that was computed in" in diagnosis.why
         )
+
+
+WRITES_BACK = """
+from toy import framework as toy
+
+class Writes(toy.Module):
+    def forward(self, x):
+        weight = self.parameters["weight"]
+        weight.data = toy.product(weight, toy.Tensor([1.0])).data
+        return toy.product(x, weight)
+
+weight = toy.Tensor(BEGIN, parameter=True)
+optimizer = toy.Optimizer([weight], lr=RATE)
+model = toy.Module(layer=Writes(weight))
+for step in range(100):
+    toy.total(model(toy.Tensor([1.0, 1.0, 1.0]))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("begin", [[0.3, 0.7, 0.1], [0.5, 0.75, 0.125]], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rate", [2e-4, 2e-2], ids=["lost", "harmless"])
+def test_weights_that_a_run_writes_back_rounded_are_named_with_what_cures_it(toy_script, begin, rate):
+    """Where they are bfloat16 numbers in float32 as well, as at the beginning, nothing is said of them."""
+    program = toy_script(WRITES_BACK.replace("BEGIN", str(begin)).replace("RATE", str(rate)))
+    diagnosis, result = diagnose_script(program, RunSettings("bfloat16"), framework="toy")
+    said = "he weights layer.weight are stored in float32, and from step 1 on they hold nothing but numbers of bfloat16"
+    assert any(said in words for words in (result["verdict"], *result["notes"])) == (begin[0] == 0.3)
+    if begin[0] != 0.3:
+        assert diagnosis is None or "weights" not in diagnosis.why
+    elif rate == 2e-4:
+        assert (diagnosis.kind, diagnosis.deny, diagnosis.float32_fails) == ("digits", ("module:layer",), False)
+        assert (diagnosis.first_nonfinite.module, diagnosis.last_finite) == ("layer", None)
+        assert diagnosis.experiments[-1].cures
+    else:
+        assert diagnosis is None
+    facts = compare_script(program, RunSettings(), ("bfloat16",), framework="toy", steps=100, repeats=1)
+    words = facts["dtypes"]["bfloat16"]["verdict"]
+    assert ("updates are rounded away" in words) == (begin[0] == 0.3), words
+
+
+BREAKS = """
+from toy import framework as toy
+weight = toy.Tensor([0.5, 0.25], parameter=True)
+optimizer = toy.Optimizer([weight], lr=0.001)
+model = toy.Module(layer=toy.Dense(weight))
+for step in range(6):
+    data = toy.Tensor([1.0, 1.0])
+    if step == 3:
+        BROKEN.data = (float("nan"), 0.25)
+    toy.total(model(data)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("broken", "kind"), [("weight", "weights"), ("data", "data")])
+def test_weights_that_are_not_finite_before_a_step_are_named_and_no_batch(toy_script, broken, kind):
+    program = toy_script(BREAKS.replace("BROKEN", broken))
+    diagnosis, result = diagnose_script(program, RunSettings("bfloat16"), framework="toy")
+    assert (result["step"], diagnosis.kind, diagnosis.float32_fails) == (4, kind, True)
+    assert ("the weights are not finite already (layer.weight)" in diagnosis.why) == (broken == "weight")
+
+
+def test_the_owner_of_a_parameter_is_the_innermost_module_that_its_name_holds():
+    modules = ["", "spectral", "spectral.dense", "score", "Critic:", "Critic:score"]
+    owners = {
+        "sequential/spectral/dense/kernel": "spectral.dense",
+        "spectral.u": "spectral",
+        "score.weight": "score",
+        "Critic.score.weight": "Critic:score",
+        "['score']['kernel'].value": "score",
+        "dense_1/kernel": "",
+        "weight": "",
+    }
+    assert {name: owner_of(name, modules) for name in owners} == owners
 
 
 def outcome(losses, rates, skipped=(), dtype="bfloat16"):

@@ -7,7 +7,7 @@ import pytest
 
 from ampx.formats import FORMATS
 from ampx.numerics.probe import Stats
-from ampx.numerics.rounding import describe, round_to, sample
+from ampx.numerics.rounding import describe, is_rounded, round_to, sample
 from toy import framework
 
 LOW = ("bfloat16", "float16", "float8_e5m2", "float8_e4m3")
@@ -103,3 +103,18 @@ def test_a_format_knows_where_numbers_flush_and_where_they_overflow(dtype):
     low = round_to(values, dtype)
     np.testing.assert_array_equal(low[:3], np.float32([0.0, form.smallest, form.largest]))
     assert not np.isfinite(low[3])
+
+
+@pytest.mark.parametrize(
+    ("values", "rounded"),
+    [
+        ([0.5, -1.0078125], True),  # 1 + 2**-7
+        ([0.5, 1.00390625], False),
+        ([0.5, 0.5, -0.5], False),  # one magnitude, as of weights that are clipped
+        ([0.0], False),
+        ([0.5, math.inf], False),
+        ([0.5, 1.0, math.nan], False),
+    ],
+)
+def test_several_finite_numbers_that_bfloat16_can_hold_are_rounded_ones(values, rounded):
+    assert is_rounded(np.array(values, np.float32), "bfloat16") is rounded

@@ -744,3 +744,30 @@ def test_steps_in_hooks_after_accumulation_are_refused():
             self.w.register_post_accumulate_grad_hook(lambda parameter: self.optimizer.step())
 
     refused("from inside backward", Steps)
+
+
+class Critic(torch.nn.Sequential):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Critic, torch.nn.Sequential])
+@pytest.mark.parametrize("named", [False, True], ids=["parameters", "named parameters"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_several_optimizers_train_is_sampled_by_names_of_its_own_and_left_as_it_was(kind, named):
+    run, sampled = Run("torch", RunSettings(dtype="bfloat16", device="cpu")), []
+    run.recorder.takes_gradients = sampled.extend
+    with automated(run):
+        models = torch.nn.Sequential(torch.nn.Linear(2, 1)), kind(torch.nn.Linear(2, 1))
+        before = [model[0].weight.tolist() for model in models]
+        for model in models:
+            trained = model.named_parameters() if named else model.parameters()
+            optimizer = torch.optim.SGD(trained, lr=0.125)
+            (model(torch.ones(1, 2)).sum() * 0.25).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert len({entry.name for entry in sampled}) == len(sampled) == 4
+    weights = sampled[::2]
+    assert [[entry.weights.tolist()] for entry in weights] == before
+    assert [entry.values.tolist() for entry in weights] == [[0.25, 0.25]] * 2
+    if kind is Critic and not named:
+        assert [entry.name for entry in weights] == ["0.weight", "Critic.0.weight"]

@@ -12,7 +12,7 @@ import pytest
 import ampx
 from ampx.backend import Backend, offer
 from ampx.policy import OptLevel
-from ampx.run import Automation, Recorder, Run, RunSettings
+from ampx.run import Automation, Recorder, Run, RunSettings, SampledGradient
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, START, Bench
 from ampx.testing.harness import Chosen
@@ -44,6 +44,11 @@ class Rates:
     def observing(self, run: Run, backend: Backend) -> AbstractContextManager[None]:
         """Return a region that does nothing."""
         return nullcontext()
+
+
+def _weights(sampled: SampledGradient) -> list[float]:
+    assert sampled.weights is not None, "the backend samples no weights"
+    return [float(value) for value in sampled.weights]
 
 
 class AutomationTests(KitTests):
@@ -106,6 +111,40 @@ class AutomationTests(KitTests):
         assert seen.rates == [(0.5,), (0.5,), (0.25,), (0.25,)]
         moved = zip(START, FINITE, strict=True)  # by gradient descent
         assert bench.values() == [[a - 1.5 * b for a, b in zip(*pair, strict=True)] for pair in moved]
+
+    @requires("automation")
+    def test_a_watched_run_samples_the_weights_before_each_step(self) -> None:
+        """Those of the step before are left as they were sampled, whatever is written since."""
+        first, second = self._sampled(lambda bench: [bench, bench])
+        moved = [[a - 0.5 * b for a, b in zip(*pair, strict=True)] for pair in zip(START, FINITE, strict=True)]
+        assert [_weights(entry) for entry in first] == list(map(list, START))
+        assert [_weights(entry) for entry in second] == moved
+        assert [entry.shape for entry in first] == [(2,), (1,)]
+        assert [entry.name for entry in first] == [entry.name for entry in second]
+
+    @requires("automation")
+    def test_no_two_parameters_of_a_run_are_sampled_by_the_same_name(self) -> None:
+        """Those of several optimizers neither, where these are objects."""
+        objects = self.declares("optimizer objects")
+        steps = self._sampled(lambda bench: [bench, self.plain()] if objects else [bench])
+        names = [entry.name for step in steps for entry in step]
+        assert len(set(names)) == len(names) == (4 if objects else 2)
+
+    def _sampled(self, benches: Callable[[Bench], Sequence[Bench]]) -> list[list[SampledGradient]]:
+        """Train benches in a watched run, each once; return what was sampled, by step."""
+        if not self.declares("probe"):
+            pytest.skip("the backend watches nothing")
+        from ampx.numerics.probe import Probe, Watching  # the kit runs without it, too
+
+        run = self._fresh_run()
+        sampled: list[list[SampledGradient]] = []
+        # Where gradients are values, what is differentiated by is sampled before, and has none yet.
+        run.recorder.takes_gradients = lambda entries: sampled.append([e for e in entries if e.values is not None])
+        run.recorder.observer = Rates(run.recorder)
+        with self._inside(run), offer(self.backend, Probe).watch(None, Watching()):
+            for bench in benches(self.plain()):
+                bench.train_plainly(FINITE)
+        return [step for step in sampled if step]
 
     @requires("automation")
     def test_a_session_of_the_script_s_own_is_recorded_and_not_touched(self) -> None:

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
@@ -206,17 +206,36 @@ class JaxManager(Manager[Managed]):
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def look_at(self, kind: str, gradients: Any) -> None:
-        """Look at the gradients of an update in a watched step, where nothing is traced. Sync: one a gradient."""
+    def look_at(self, kind: str, gradients: Any, params: Any) -> None:
+        """Look at an update in a watched step, where nothing is traced: at gradients, and parameters if not None.
+
+        Sync: two a gradient.
+        """
         if not (self.observed and numerics.watched()) or is_traced(gradients):
             return
         recorder = self.run.recorder
         self._watched_update = kind, recorder.steps + 1, gradients
         if recorder.takes_gradients is not None:
+            stored = _named(params)
             recorder.takes_gradients(
-                SampledGradient(name, tuple(gradient.shape), _sampled(gradient, GRADIENT_SAMPLES))
+                SampledGradient(
+                    *(name, tuple(gradient.shape), _sampled(gradient, GRADIENT_SAMPLES)),
+                    _weights(stored.get(name)),
+                )
                 for name, gradient in _named(gradients).items()
             )
+
+    def sample_differentiated(self, inputs: Sequence[Any], argnums: int | Sequence[int]) -> None:
+        """Sample what is differentiated by in a watched step: weights, as far as an update has others of their names.
+
+        Sync: one an array.
+        """
+        takes = self.run.recorder.takes_gradients
+        chosen = [inputs[argnums]] if isinstance(argnums, int) else [inputs[position] for position in argnums]
+        if takes is None or not numerics.watched() or is_traced(chosen):
+            return
+        arrays = [(name, array) for tree in chosen for name, array in _named(tree).items()]
+        takes(SampledGradient(name, tuple(array.shape), None, _weights(array)) for name, array in arrays)
 
     def applied(self, params: Any, returned: tuple[Any, Any]) -> tuple[Any, Any]:
         """Meter the update of a watched step where the parameters are known; return what the update returned."""
@@ -347,6 +366,11 @@ def _named(tree: Any) -> dict[str, Any]:
     return {states.path_name(path): leaf for path, leaf in leaves if is_floating(leaf)}
 
 
+def _weights(array: Any | None) -> Any:
+    """Sample weights in float32; None for others. Sync: one."""
+    return None if array is None or array.dtype != jnp.float32 else _sampled(array, GRADIENT_SAMPLES)
+
+
 def _sampled(array: Any, samples: int) -> Any:
     values = np.ravel(np.asarray(array))
     return values[:: stride(values.size, samples)].astype(np.float32)
@@ -436,6 +460,8 @@ def _differentiating(manager: JaxManager, native: Callable[..., Any], values: bo
                 scale = None if options.get("holomorphic") else manager.scale()
                 if scale is None and not (manager.run.recorder.reads_losses or numerics.watched()):
                     return cast_derivative(*inputs, **named)
+                if manager.run.recorder.takes_gradients is not None:
+                    manager.sample_differentiated(inputs, options.get("argnums", 0))
                 outputs, grads = _read(differentiate)(scale, inputs, named)
             manager.note_loss(outputs[0] if aux else outputs)
             if values:
@@ -559,7 +585,7 @@ def _updating(manager: JaxManager, native: Callable[..., Any], kind: str) -> Cal
         with _inside(manager) as outermost:
             if not outermost or manager.member is None or manager.outcomes is None or not jax.tree.leaves(updates):
                 return native(updates, state, params, **extra)
-            manager.look_at(kind, updates)
+            manager.look_at(kind, updates, params)
             if not manager.member.group.enabled:  # float32: the step counts, and is the script's own
                 manager.outcomes.update(jnp.array(True), manager.rates(state))
                 return manager.applied(params, native(updates, state, params, **extra))

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from ampx.modules import distinct_names
 from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
 from ampx_mxnet import gradients
 from ampx_mxnet.calls import in_backward
@@ -212,7 +213,11 @@ class TrainerManager(Manager[Managed]):
             trainer.ampx_hide()
             call()
 
-        self.take_step(trainer, step, lambda: sample(trainer, GRADIENT_SAMPLES))
+        self.take_step(trainer, step, lambda: sample(trainer, GRADIENT_SAMPLES, self._names()))
+
+    def _names(self) -> dict[int, str]:
+        every = (parameter for trainer in self._trainers for parameter in trainer._params)
+        return distinct_names((parameter.name, parameter) for parameter in every)
 
 
 class ManagedTrainer(AmpTrainer):

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from ampx.backend import CastPlan
 from ampx.events import Event
+from ampx.modules import distinct_names
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
 from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, SampledGradient, patched
@@ -163,7 +164,10 @@ class KerasManager(Manager[Managed]):
         if takes is not None:
             variables = optimizer.inner_optimizer._trainable_variables
             variables = variables if trainable_variables is None else trainable_variables
-            rows = gradients.sample(list(grads), list(variables), GRADIENT_SAMPLES)
+            others = [own.inner_optimizer for own in self.wrapped if isinstance(own, AmpOptimizer)]
+            every = [*(variable for own in others for variable in own._trainable_variables), *variables]
+            names = distinct_names((gradients.name(variable), variable) for variable in every)
+            rows = gradients.sample(list(grads), list(variables), GRADIENT_SAMPLES, names)
             takes([SampledGradient(*row) for row in rows])
 
     def count(self, wrapped: Any) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from ampx.run import GRADIENT_SAMPLES, Managed, Manager, Run, script_line
-from ampx_torch.debug import sample_gradients
+from ampx_torch.debug import names_in_models, sample_parameters
 from ampx_torch.delegation import TakenOver
 from ampx_torch.step import AmpOptimizer
 from ampx_torch.trees import gradient_of
@@ -300,6 +300,8 @@ class TorchManager(Manager[TorchManaged]):
             self.all()
         wrapped, recorder = managed.wrapped, self.run.recorder
         member = wrapped.ampx_member
+        sample = functools.partial(self.sample, managed)
+        before = () if recorder.takes_gradients is None else self.sampled(sample)
         closure = None
         if args or kwargs:
             closure, args, kwargs = self._split_closure(managed, args, kwargs)
@@ -313,10 +315,15 @@ class TorchManager(Manager[TorchManaged]):
         if self.pending:
             self.look()
         if counts and member.counted:  # else its gradients had been cleared
-            self.stepped(managed.group, lambda: sample_gradients(wrapped, GRADIENT_SAMPLES))
+            self.stepped(managed.group, sample, before=before)
             if self.rules.waits:
                 self.rules.check(recorder.steps)
         return managed.returned if loss is None else loss
+
+    def sample(self, managed: TorchManaged) -> list[tuple[Any, ...]]:
+        """Return what `take_step` asks of an optimizer, by names that tell parameters of several models apart."""
+        names = names_in_models(other.wrapped for other in self.managed() if other.wrapped is not None)
+        return sample_parameters(managed.wrapped, GRADIENT_SAMPLES, names)
 
     def _split_closure(
         self, managed: TorchManaged, args: tuple[Any, ...], kwargs: dict[str, Any]

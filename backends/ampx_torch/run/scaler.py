@@ -7,8 +7,9 @@ PyTorch. While the script scales, ampx does not. It tests gradients again where 
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -18,9 +19,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from ampx.errors import AmpxError
-from ampx.run import GRADIENT_SAMPLES, SampledGradient, asked_by_script
+from ampx.run import SampledGradient, asked_by_script, with_weights
 from ampx.scale_state import LossScale, LossScaleState
-from ampx_torch.debug import sample_gradients
 from ampx_torch.fused import makes_momentum
 from ampx_torch.gradients import GradientSet, unscale_into
 from ampx_torch.reach import leaves_of
@@ -169,6 +169,8 @@ class _Watch:
         if managed is None or seen is None or errs:  # PyTorch says what is wrong
             return native(scaler, optimizer, *args, **kwargs)
         seen.waiting.discard(managed)
+        samples = self.manager.run.recorder.takes_gradients is not None
+        before = self.manager.sampled(functools.partial(self.manager.sample, managed)) if samples else ()
         with self.manager.stepping(managed):
             skips = self._look_again(scaler, optimizer, seen, state)
             if skips:
@@ -176,7 +178,7 @@ class _Watch:
                 result = None
             else:
                 result = native(scaler, optimizer, *args, **kwargs)
-        self._note(scaler, seen, managed, state)
+        self._note(scaler, seen, managed, state, before)
         return result
 
     def update(self, native: Callable[..., Any], scaler: GradScaler, new_scale: Any = None) -> None:
@@ -238,7 +240,14 @@ class _Watch:
         assert scale is not None
         return (scale.device.type == "cpu" or seen.scale < _SMALL) and scale.item() < 1.0
 
-    def _note(self, scaler: GradScaler, seen: _Seen, managed: TorchManaged, state: dict[str, Any]) -> None:
+    def _note(
+        self,
+        scaler: GradScaler,
+        seen: _Seen,
+        managed: TorchManaged,
+        state: dict[str, Any],
+        before: Sequence[SampledGradient],
+    ) -> None:
         recorder = self.manager.run.recorder
         record = recorder.optimizers[managed.group]
         if any(stepped is managed for stepped, _, _ in seen.now.steps):  # a class of the script's own updates otherwise
@@ -251,8 +260,8 @@ class _Watch:
         if not seen.now.steps:
             seen.now.before = _held(scaler._scale)
         if recorder.takes_gradients is not None:
-            rows = sample_gradients(managed.wrapped, GRADIENT_SAMPLES)
-            recorder.takes_gradients([SampledGradient(*row) for row in rows])
+            after = self.manager.sampled(functools.partial(self.manager.sample, managed))
+            recorder.takes_gradients(with_weights(after, before))
         recorder.stepped(managed.group)
         flags = list(state["found_inf_per_device"].values())
         skipped: Any = _held(flags[0]) if len(flags) == 1 else sum(float(flag) for flag in flags)

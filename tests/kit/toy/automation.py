@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ampx.modules import name_parameters
 from ampx.optimizer import GenericOptimizer
 from ampx.run import Automation, Managed, Manager, Run, ScriptBackward, patched
-from toy.framework import Optimizer, Tensor
+from toy.framework import Module, Optimizer, Tensor
 
 
 class ToyManager(Manager[Managed]):
@@ -41,6 +42,19 @@ def automate(run: Run) -> Iterator[None]:
         yield
 
 
+def samples(manager: ToyManager, optimizer: Optimizer) -> list[tuple[Any, ...]]:
+    """Return the fields of `SampledGradient` of each parameter, as it is now; outside of modules numbers name them."""
+    every = [parameter for managed in manager.managed() for parameter in managed.raw.parameters]
+    names = {id(parameter): str(number) for number, parameter in enumerate(every)}
+    names |= name_parameters(every, Module, "modules")
+    rows = []
+    for parameter in optimizer.parameters:
+        gradient = None if parameter.grad is None else parameter.grad.data
+        weights = parameter.data if parameter.dtype == "float32" else None
+        rows.append((names[id(parameter)], (len(parameter.data),), gradient, weights))
+    return rows
+
+
 @contextmanager
 def optimizers_managed(manager: ToyManager) -> Iterator[None]:
     """Patch how optimizers are made and step."""
@@ -58,7 +72,7 @@ def optimizers_managed(manager: ToyManager) -> Iterator[None]:
             step(self)
             return
         manager.all()
-        manager.take_step(managed.wrapped, managed.wrapped.step, list, managed)
+        manager.take_step(managed.wrapped, managed.wrapped.step, lambda: samples(manager, self), managed)
 
     with patched(
         (Optimizer, "__init__", lambda _: make_managed),
