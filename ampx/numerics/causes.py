@@ -750,7 +750,7 @@ def _broken_weights(reference: Seen, position: int | None, growth: Growth | None
     if not broken:
         return None
     names = listed_names(broken)
-    why = f"the weights are not finite already ({names}): an earlier step may have written inf or NaN to them"
+    why = f"the weights are not finite already ({names}): inf or NaN was written to them before this loss was computed"
     return Fault("weights", why, reference.readings, position)
 
 

@@ -812,7 +812,7 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
         sampled("relu", [1.0], [1.0]),
         sampled("masked_fill", [1.0], [-1e9, 1.0], "float32"),
         sampled("to_copy", [1.0], [1.0]),
-        sampled("index_add", [1.0], [1.0]),
+        replace(sampled("index_add", [1.0], [1.0]), place="train.py:3"),
     )
     refusal = Refusal("RuntimeError: no", exact.readings[:2], "train.py:3")
     diagnosis = examined(Suspect(refusal, exact, Setting("bfloat16", 1.0, prepare_finds_modules=True)))
