@@ -331,12 +331,13 @@ def _if_cured(batch: Suspect, fault: Fault | None, trials: _Trials | None) -> Di
 def _by_module(batch: Suspect, trials: _Trials) -> Diagnosis | None:
     """Name the smallest module with which in float32 a wrong loss is right, though no value is seen to be wrong.
 
-    None where the loss is right, or no module cures it.
+    None where the loss is not wrong, or no module cures it. Of a loss that is off by little, what rounds otherwise may
+    bring it nearer to float32's without being why.
     """
     low, reference, dtype = batch.low, batch.reference, batch.setting.dtype
     assert isinstance(low, Seen)
     is_off = batch.parts or loss_is_wrong(low, reference)
-    if not is_off or not loss_is_wrong(low, trials.compared()):
+    if not is_off or loss_error(low, trials.compared()) <= WRONG:
         return None
     search = Search(Fault("digits", "", low.readings), trials.compared, dtype, trials.again, trials.scale)
     errors = worst_errors(module_errors(reference.readings, low.readings, dtype), "forward")

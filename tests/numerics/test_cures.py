@@ -418,6 +418,19 @@ def test_of_a_loss_that_no_single_module_cures_nothing_is_said(chain):
     assert len(tried) <= 4
 
 
+def test_no_module_is_blamed_for_a_loss_that_is_off_by_little():
+    """What rounds otherwise may bring it nearer to float32's by chance, however little noise there is."""
+    chain = Chain([("a", "mul", lambda x: x * 1.009), ("b", "abs", np.abs)], [1.0, 1.0], wide=("abs",))
+    low, exact = chain.run("bfloat16"), replace(chain.run(), tolerance=1e-3)
+    off = abs(low.replayed.loss / exact.replayed.loss - 1)
+    kept = chain.run("bfloat16", float32=("a",)).replayed.loss
+    assert 1e-3 < off < 0.01
+    assert kept == pytest.approx(exact.replayed.loss, rel=1e-3)
+    again = chain.again("bfloat16", 1.0, [])
+    batch = Suspect(low, exact, Setting("bfloat16", 1.0, True), again, compared=lambda: exact, parts=True)
+    assert examined(batch).kind == "healthy"
+
+
 def test_no_module_is_tried_where_the_loss_is_right():
     chain = Chain([("a", "mul", np.copy), ("b", "mul", np.copy)], [1.0, 1.0])
     diagnosis, tried = chain.examine("bfloat16")
