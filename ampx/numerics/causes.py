@@ -865,20 +865,27 @@ def _large_data(reference: Seen, position: int | None) -> Fault | None:
 def refusal_fault(refusal: Refusal, reference: Seen, dtype: str) -> Fault:
     """Say why a framework raises in low precision what it does not raise in float32: for a constant, as a rule.
 
-    The place is one in float32: the first value that the run that raised did not come to. If another line raised, that
-    is the place, within the same module: what is computed there is not seen.
+    The place is one in float32: the first value that the run that raised did not come to.
     """
     readings, form = reference.readings, FORMATS[dtype]
     missed = _missed(refusal.seen, readings)
     constant = next((position for position in missed if _overflows_as_mask(readings[position], form)), None)
     # Which casts there are depends on the dtype.
     position = next((position for position in missed if family(readings[position].operation) != "cast"), None)
-    if constant is not None:
-        mask = Place.of(readings[constant])
-        raised = f"{mask} cannot be computed"
-        may = f"the step cannot be computed in {dtype}, and it may be for {mask}"
-        why = f"{raised if constant == position else may}: {_constant_beyond(mask.value, dtype)} ({refusal.message})"
-        return Fault("mask", why, readings, constant)
+    if constant is None:
+        return _refused_at(refusal, readings, position, dtype)
+    place = Place.of(readings[constant])
+    raised = f"{place} cannot be computed"
+    may = f"the step cannot be computed in {dtype}, and it may be for {place}"
+    why = f"{raised if constant == position else may}: {_constant_beyond(place.value, dtype)} ({refusal.message})"
+    return Fault("mask", why, readings, constant)
+
+
+def _refused_at(refusal: Refusal, readings: Sequence[Reading], position: int | None, dtype: str) -> Fault:
+    """Say that the framework raises at the first value that was not reached, or at a line before it.
+
+    If it is another line that raised, what is computed there is not seen: the line is the place, in the same module.
+    """
     if position is not None and refusal.line and readings[position].place not in ("", refusal.line):
         entry = replace(readings[position], operation="", place=refusal.line)
         readings = (*readings[:position], entry, *readings[position + 1 :])
