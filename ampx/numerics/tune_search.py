@@ -15,7 +15,7 @@ from .batch import FLOAT32, Seen, scaled
 from .causes import Fault, find_fault
 from .compare import bound, error_of, key_of
 from .forcing import inside
-from .operations import family
+from .operations import family, normalised
 from .places import Place, is_low
 from .probe import Reading
 from .timing import ALIKE, best_speed, fastest, speed_in_words
@@ -146,7 +146,7 @@ class Search(abc.ABC, Generic[Run]):
         failures: By what was kept in float32, by what that run is too far off; empty where it agrees.
         recalled: Verdicts of a search for the same that was interrupted: they take the place of runs.
         without: By module or operation that is kept, by what a run is too far off that lacks only this.
-        hands_on: By module that is kept for what fails outside of it, in words what and when that fails.
+        hands_on: By entry that is kept for what fails outside of it, in words what and when that fails.
         module_of: By operation that is kept, in which module it fails, where that is known.
     """
 
@@ -332,7 +332,7 @@ class Search(abc.ABC, Generic[Run]):
         """Return why an operation is kept: where it fails, and what happens without it."""
         module = self.module_of.get(operation, "")
         where = f"in module {module!r}" if module.rpartition(":")[2] else "outside of modules"
-        return self.reason(operation, f"fails in {self.dtype}, {where}")
+        return self.reason(operation, "" if operation in self.hands_on else f"fails in {self.dtype}, {where}")
 
     def limit(self, numbers: str) -> str:
         """Return in words how far a run may be from float32's: by these numbers."""
@@ -448,16 +448,19 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
 
 
 def name_what_fails(search: Search[Any], kept: Kept) -> None:
-    """Note what fails first without a module, and outside of it, as far as there are runs left to look."""
-    for name in [] if search.simulated else sorted(kept.modules - search.hands_on.keys()):
+    """Note what fails first without an entry, and is not of it, as far as there are runs left to look."""
+    for name in [] if search.simulated else sorted(kept.entries - search.hands_on.keys()):
         fewer = kept.without(name)
         if not search.affords(len(kept.entries), search.unseen(fewer)):
             continue
         fault = search.fault(fewer)
-        if fault is None or fault.place is None or name == fault.place.module or inside(fault.place.module, name):
+        place = None if fault is None else fault.place
+        if fault is None or place is None or name == place.module or inside(place.module, name):
+            continue
+        if normalised(name) == normalised(place.operation):
             continue
         if not _is_wrong_before(search, fault, name, search.step_of.get(fewer, 1)):
-            search.hands_on[name] = f"{Place.of(fault.place)}, which fails without it"
+            search.hands_on[name] = f"{Place.of(place)}, which fails without it"
 
 
 def _is_wrong_before(search: Search[Any], fault: Fault, name: str, step: int) -> bool:

@@ -319,6 +319,21 @@ def test_the_reason_of_a_module_names_what_fails_first_without_it(search, says):
     assert search.runs == 3
 
 
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        ("exp", "without this entry mul; it is kept for the output of mul (a.py:3), which fails without it"),
+        ("mul", "fails in float16, outside of modules; without this entry mul"),
+        ("aten::mul.Tensor", "fails in float16, outside of modules; without this entry mul"),
+    ],
+)
+def test_the_reason_of_an_operation_names_another_that_fails_first_without_it(kept, says):
+    search = SecondHand()
+    search.without = {kept: search.judged(NOTHING)}
+    name_what_fails(search, Kept(operations=frozenset({kept})))
+    assert search.reason_of_operation(kept) == says
+
+
 def test_a_search_says_what_fails_first_without_what_it_keeps():
     class Searched(SecondHand):
         framework = device = "toy"
