@@ -12,11 +12,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import jax
+
+from ampx.modules import is_meant
 
 from .taps import tap
 
@@ -56,7 +57,7 @@ def scopes_of(name_stack: str) -> tuple[Scope, ...]:
 
 def dtype_for(name: str, forced: tuple[tuple[str, str], ...]) -> str | None:
     """Return the dtype that the last matching pattern asks for."""
-    return next((dtype for pattern, dtype in reversed(forced) if fnmatchcase(name, pattern)), None)
+    return next((dtype for pattern, dtype in reversed(forced) if is_meant(name, pattern)), None)
 
 
 class _Naming:

@@ -532,6 +532,29 @@ def test_denied_modules_stay_in_float32_in_a_cast_function(way):
     assert low_loss != exact_loss
 
 
+def test_an_entry_means_the_module_in_every_model_unless_it_begins_with_a_class():
+    nn = pytest.importorskip("flax.linen")
+
+    class Other(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1, name="second")(x)
+
+    other = Other()
+    variables = other.init(jax.random.key(0), jnp.asarray(X))
+
+    def step(params):
+        return linen(params) + other.apply(variables, jnp.asarray(X)).sum()
+
+    def dtypes(entry):
+        with ampx.init("jax", dtype="bfloat16", device="cpu", deny=[entry]) as amp:
+            _, readings = read(PARAMS, step, plan=amp.plan)
+        return [of(readings, module)[0].dtype for module in ("second", "Other:second")]
+
+    assert dtypes("module:second") == ["float32", "float32"]
+    assert dtypes("module:Other:second") == ["bfloat16", "float32"]
+
+
 # -- ampx run ------------------------------------------------------------------------------------------------
 
 
