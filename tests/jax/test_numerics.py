@@ -544,13 +544,15 @@ def test_an_entry_means_the_module_in_every_model_unless_it_begins_with_a_class(
     variables = other.init(jax.random.key(0), jnp.asarray(X))
 
     def step(params):
-        return linen(params) + other.apply(variables, jnp.asarray(X)).sum()
+        traced = jnp.asarray(X) + 0 * params["first"].sum()
+        return linen(params) + other.apply(variables, traced).sum()
 
     def dtypes(entry):
         with ampx.init("jax", dtype="bfloat16", device="cpu", deny=[entry]) as amp:
             _, readings = read(PARAMS, step, plan=amp.plan)
         return [of(readings, module)[0].dtype for module in ("second", "Other:second")]
 
+    assert dtypes("exp") == ["bfloat16", "bfloat16"]
     assert dtypes("module:second") == ["float32", "float32"]
     assert dtypes("module:Other:second") == ["bfloat16", "float32"]
 
