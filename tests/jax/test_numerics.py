@@ -549,8 +549,9 @@ def test_an_entry_means_the_module_in_every_model_unless_it_begins_with_a_class(
 
     def dtypes(entry):
         with ampx.init("jax", dtype="bfloat16", device="cpu", deny=[entry]) as amp:
-            _, readings = read(PARAMS, step, plan=amp.plan)
-        return [of(readings, module)[0].dtype for module in ("second", "Other:second")]
+            _, readings = read(PARAMS, step, Watching(operations=True), plan=amp.plan)
+        products = (of(readings, module, operation="dot_general")[0] for module in ("second", "Other:second"))
+        return [entry.dtype for entry in products]
 
     assert dtypes("exp") == ["bfloat16", "bfloat16"]
     assert dtypes("module:second") == ["float32", "float32"]
