@@ -321,7 +321,15 @@ def test_nonfinite_parameters_have_the_models_names(amp, backward):
     backward(net(batches(1)[0]).sum() + (net[2].bias * math.inf).sum(), opt)
     opt.step()
     assert [entry.name for entry in ampx.debug.nonfinite_parameters(opt, net)] == ["2.bias"]
-    assert [entry.name for entry in ampx.debug.nonfinite_parameters(opt)] == [net[2].bias.name]
+    assert [entry.name for entry in ampx.debug.nonfinite_parameters(opt)] == ["2.bias"]  # of the model that lives
+
+
+def test_a_parameter_of_no_model_has_paddles_own_name(amp, backward):
+    alone = paddle.create_parameter([1], "float32")
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=[alone]))
+    backward((alone * math.inf).sum(), opt)
+    opt.step()
+    assert [entry.name for entry in ampx.debug.nonfinite_parameters(opt)] == [alone.name]
 
 
 @pytest.mark.parametrize("dtypes", [["float32"], ["float32", "float64"]])
