@@ -260,6 +260,12 @@ class Case:
         at_poles = (entry for entry in forward if self.new_pole(entry) is not None)
         return next((entry for entry in at_poles if _differentiated(entry, self.place)), None)
 
+    @property
+    def function(self) -> str:
+        """The operation that a failing backward belongs to, as `Fault` has it."""
+        forward = self.differentiated
+        return "" if forward is None else forward.operation
+
     def _own_pairs(self) -> Iterator[tuple[Reading, Reading]]:
         """Walk over those pairs that are in the module of the place."""
         return ((entry, exact) for entry, exact in self._pairs() if entry.module == self.place.module)
@@ -303,7 +309,7 @@ def _added_constant(entry: Reading) -> float:
 
 
 def _at_zero(value: Stats) -> int:
-    """Return how many elements a root or logarithm of zero has."""
+    """Count the elements that a root or a logarithm makes of zeros: 0 of a root, infinity of a logarithm."""
     return value.zeros + value.nonfinite
 
 
@@ -522,8 +528,8 @@ def _of_place(low: Seen, exact: Mapping[Key, Reading], dtype: str, scale: float)
     kind, why = _cause(case)
     zero = kind in ("division", "logarithm") and case.place.direction == "forward"
     cancels = case.cancelled is not None or (zero and case.holds_inputs)
-    function = "" if case.differentiated is None else case.differentiated.operation
-    return Fault(kind, f"{Place.of(case.place)} {why}", low.readings, position, cancels=cancels, function=function)
+    why = f"{Place.of(case.place)} {why}"
+    return Fault(kind, why, low.readings, position, cancels=cancels, function=case.function)
 
 
 def _case(low: Seen, position: int, exact: Mapping[Key, Reading], dtype: str, scale: float) -> Case:
@@ -740,9 +746,8 @@ def _at_place(reference: Seen, position: int) -> Fault:
     place = reference.readings[position]
     case = Case(place, None, "float32", reference.readings, float32_fails=True)
     kind, why = _cause(case)
-    function = "" if case.differentiated is None else case.differentiated.operation
     why = f"{Place.of(place)} {why}; float32 fails, too"
-    return Fault(kind, why, reference.readings, position, function=function)
+    return Fault(kind, why, reference.readings, position, function=case.function)
 
 
 def _broken_weights(reference: Seen, position: int | None, growth: Growth | None) -> Fault | None:

@@ -213,8 +213,6 @@ def unscaled(readings: Sequence[Reading], scale: float, exact: Sequence[Reading]
 
 
 def _unscaled(entry: Reading, scale: float, other: Reading | None) -> Reading:
-    if entry.direction == "forward" or entry.sample is None:
-        return entry
     if entry.sample is None or not carries_scale(entry, scale, other):
         return entry
     return replace(entry, sample=entry.sample / np.float32(scale))

@@ -17,7 +17,7 @@ from ampx.modules import outer_name
 from .batch import Refusal, Seen
 from .causes import Fault, Kind, first_flushed, loss_is_wrong, lost_gradients
 from .compare import Key, by_key, error_of, key_of, relative_error
-from .forcing import inside
+from .forcing import inside, is_part
 from .operations import family
 from .places import WRONG, first_failing, first_wrong, is_low
 from .probe import Reading
@@ -261,7 +261,7 @@ class Search:
         """
         readings = self._fault.readings
         ends = [at for at, entry in enumerate(readings[: self._fault.position]) if is_output(entry, kept)]
-        if not self._loses or not ends or _is_part(self._place.module, kept):
+        if not self._loses or not ends or _is_part_of_any(self._place.module, kept):
             return None
         last = readings[ends[-1]]
         is_in_it = self._is_wrong(last) or self._is_last_in_low(ends[-1])
@@ -357,9 +357,9 @@ def _candidate(readings: Sequence[Reading], position: int, kept: Sequence[str]) 
     around it. None for none.
     """
     module = readings[position].module
-    if module and not _is_part(module, kept):
+    if module and not _is_part_of_any(module, kept):
         return module
-    before = (name for name in reversed(_computing(readings[:position])) if not _is_part(name, (*kept, module)))
+    before = (name for name in reversed(_computing(readings[:position])) if not _is_part_of_any(name, (*kept, module)))
     around = outer_name(module) if module else None
     return next(before, around if around not in kept else None) or None
 
@@ -406,7 +406,7 @@ def _computes(entry: Reading) -> bool:
 
 def _operations_outside(modules: Sequence[str], readings: Sequence[Reading]) -> list[Reading]:
     forward = (entry for entry in readings if entry.direction == "forward" and entry.operation)
-    return [entry for entry in forward if not _is_part(entry.module, modules)]
+    return [entry for entry in forward if not _is_part_of_any(entry.module, modules)]
 
 
 def is_output(entry: Reading, modules: Sequence[str]) -> bool:
@@ -414,5 +414,5 @@ def is_output(entry: Reading, modules: Sequence[str]) -> bool:
     return entry.direction == "forward" and not entry.operation and entry.module in modules
 
 
-def _is_part(name: str, modules: Sequence[str]) -> bool:
-    return any(module and (name == module or inside(name, module)) for module in modules)
+def _is_part_of_any(name: str, modules: Sequence[str]) -> bool:
+    return any(module and is_part(name, module) for module in modules)

@@ -29,7 +29,7 @@ from .causes import (
 from .chain import Link, chain
 from .compare import by_key, module_errors, unscaled, worst_errors
 from .cures import PRECISION, Again, Change, Experiment, Search, entry_in_every_model, is_output, ran_before
-from .forcing import inside, kept_in_float32, rounded_alone
+from .forcing import is_part, kept_in_float32, rounded_alone
 from .operations import normalised, poles_of
 from .places import WRONG, Place, last_finite
 from .probe import Reading, Stats, Step, Watching
@@ -336,8 +336,10 @@ def _by_module(batch: Suspect, trials: _Trials) -> Diagnosis | None:
     """
     low, reference, dtype = batch.low, batch.reference, batch.setting.dtype
     assert isinstance(low, Seen)
-    is_off = batch.parts or loss_is_wrong(low, reference)
-    if not is_off or loss_error(low, trials.compared()) <= WRONG:
+    if not (batch.parts or loss_is_wrong(low, reference)):
+        return None
+    off = loss_error(low, trials.compared())
+    if off <= WRONG:
         return None
     search = Search(Fault("digits", "", low.readings), trials.compared, dtype, trials.again, trials.scale)
     errors = worst_errors(module_errors(reference.readings, low.readings, dtype), "forward")
@@ -346,10 +348,9 @@ def _by_module(batch: Suspect, trials: _Trials) -> Diagnosis | None:
         return None
     begins, ends = _span(low.readings, cure.module)
     others = ", or what is computed of its output," if cure.widens else ""
-    off = percent(loss_error(low, trials.compared()))
     why = (
-        f"module {cure.module!r}{others} loses precision in {dtype}: the loss is {off} from float32's, and with that "
-        f"module in float32 {percent(cure.experiment.error)}; no single value was seen to be wrong"
+        f"module {cure.module!r}{others} loses precision in {dtype}: the loss is {percent(off)} from float32's, and "
+        f"with that module in float32 {percent(cure.experiment.error)}; no single value was seen to be wrong"
     )
     experiments = [*(entry for entry in search.experiments if entry is not cure.experiment), cure.experiment]
     fault = Fault("digits", why, low.readings, ends, stays_finite=True)
@@ -360,7 +361,7 @@ def _by_module(batch: Suspect, trials: _Trials) -> Diagnosis | None:
 
 def _span(readings: Sequence[Reading], module: str) -> tuple[int, int]:
     """Return the positions of the first value of a module, or of one in it, and of its last output."""
-    own = [at for at, entry in enumerate(readings) if entry.module == module or inside(entry.module, module)]
+    own = [at for at, entry in enumerate(readings) if is_part(entry.module, module)]
     return own[0], max(at for at in own if is_output(readings[at], [module]))
 
 

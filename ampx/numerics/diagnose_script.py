@@ -396,7 +396,7 @@ class Runs:
             decides=self._parting.decides(step, dtype),
             weights=self._of_weights(low_step, dtype),
         )
-        if batch.fault() is not None:
+        if self._rounded and batch.fault() is not None:
             self._rounded = {}
         diagnosis = examined(batch)
         fault = self._of_weights(low_step, dtype, diagnosis.deny) if diagnosis.deny else None

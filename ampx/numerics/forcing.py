@@ -73,6 +73,11 @@ def inside(name: str, outer: str) -> bool:
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
+def is_part(name: str, outer: str) -> bool:
+    """Return whether a module is another one, or stands in it."""
+    return name == outer or inside(name, outer)
+
+
 def kept_in_float32(names: Iterable[str], modules: Sequence[str]) -> dict[str, str]:
     """Return what `Probe.force` takes to compute modules, and all inside them, in float32."""
     forced: dict[str, str] = {}

@@ -14,7 +14,7 @@ from ampx.errors import UnsupportedOpError
 from .batch import FLOAT32, Seen, scaled
 from .causes import Fault, find_fault
 from .compare import bound, error_of, key_of
-from .forcing import inside
+from .forcing import inside, is_part
 from .operations import family, normalised
 from .places import Place, is_low
 from .probe import Reading
@@ -436,7 +436,7 @@ def _behind(search: Search[Any], kept: Kept, name: str) -> Fault | None:
     """
     fault = search.fault(kept.without(name))
     place = None if fault is None else fault.place
-    if fault is None or place is None or not is_low(place) or name == place.module or inside(place.module, name):
+    if fault is None or place is None or not is_low(place) or is_part(place.module, name):
         return None
     step = search.step_of.get(kept.without(name), 1)
     if _is_wrong_before(search, fault, name, step):
@@ -455,7 +455,7 @@ def name_what_fails(search: Search[Any], kept: Kept) -> None:
             continue
         fault = search.fault(fewer)
         place = None if fault is None else fault.place
-        if fault is None or place is None or name == place.module or inside(place.module, name):
+        if fault is None or place is None or is_part(place.module, name):
             continue
         if normalised(name) == normalised(place.operation):
             continue

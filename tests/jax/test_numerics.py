@@ -494,14 +494,19 @@ def test_a_step_that_is_called_inside_is_read_without_a_replay():
     assert of(readings, "first", "backward")[0].value == describe(np.broadcast_to(V.T, (3, 2)))
 
 
-def test_a_second_model_is_named_by_its_class():
+def second_model():
+    """Return a model whose layer has a name that the first has, too, and its variables."""
+
     class Other(nn.Module):
         @nn.compact
         def __call__(self, x):
             return nn.Dense(1, name="second")(x)
 
-    other = Other()
-    variables = other.init(jax.random.key(0), jnp.asarray(X))
+    return Other(), Other().init(jax.random.key(0), jnp.asarray(X))
+
+
+def test_a_second_model_is_named_by_its_class():
+    other, variables = second_model()
     with numerics.watch(None, Watching()) as watch:
         linen(PARAMS)
         other.apply(variables, jnp.asarray(X))
@@ -533,15 +538,7 @@ def test_denied_modules_stay_in_float32_in_a_cast_function(way):
 
 
 def test_an_entry_means_the_module_in_every_model_unless_it_begins_with_a_class():
-    nn = pytest.importorskip("flax.linen")
-
-    class Other(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(1, name="second")(x)
-
-    other = Other()
-    variables = other.init(jax.random.key(0), jnp.asarray(X))
+    other, variables = second_model()
 
     def step(params):
         traced = jnp.asarray(X) + 0 * params["first"].sum()

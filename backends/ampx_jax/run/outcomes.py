@@ -107,9 +107,9 @@ class Outcomes:
         return varying.of_the_first(scale)  # others may read before it has reported the last step
 
     def update(self, outcome: Any, rates: tuple[Any, ...] = ()) -> None:
-        """Report what came of an update; it may be traced. Its learning rates go along.
+        """Report what came of an update, with its learning rates; they may be traced.
 
-        So do losses where it calls back.
+        Losses go along where it calls back.
         """
         numbers = jnp.stack([outcome, *rates]) if rates else outcome
         frame = self._used()

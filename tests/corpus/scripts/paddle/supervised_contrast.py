@@ -1,4 +1,4 @@
-"""A contrastive loss of vectors that nobody normalized: 7,000 divided by a temperature of 0.07 is beyond 65504."""
+"""A contrastive loss of vectors that are not normalized: 7,000 divided by a temperature of 0.07 is beyond 65504."""
 
 import json
 import sys
